@@ -169,6 +169,8 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
         busiest = max(stages, key=lambda stage: stage.busy_seconds + stage.parameters_seconds)
         found = tuple(every[part] for part in busiest.parts)
         sums = _sums(found, lowered, cluster)
+        if cluster.device.core_fraction < 1.0:
+            sums = sums.faster(lowered.plan.options.micro_batches * busiest.pass_seconds, busiest.busy_seconds)
         costs = max((stage.memory for stage in stages), key=lambda one: one.peak_bytes)
     count = lowered.plan.options.micro_batches
     own_step, meetings, late = step, None, 0.0
@@ -212,6 +214,21 @@ class _StepSums:
     @property
     def seconds(self) -> float:
         return self.compute.seconds + self.values_seconds + self.exposed_seconds + self.waiting_seconds
+
+    def faster(self, alike_seconds: float, busy_seconds: float) -> _StepSums:
+        """Return the times of a stage with cores of others; without them its forwards and backwards take alike."""
+        share, compute = busy_seconds / alike_seconds, self.compute
+        return _StepSums(
+            ComputeCosts(
+                share * compute.forward_seconds,
+                share * compute.backward_seconds,
+                share * compute.recompute_seconds,
+                compute.optimizer_seconds,
+            ),
+            share * self.values_seconds,
+            self.exposed_seconds,
+            share * self.waiting_seconds,
+        )
 
 
 def _sums(every: Sequence[Profile], lowered: LoweredStep, cluster: Cluster) -> _StepSums:

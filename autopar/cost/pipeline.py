@@ -10,6 +10,7 @@ operands.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -136,12 +137,19 @@ def most_kept(order: Iterable[StageTask], chunks: int, activation_bytes: float, 
 
 
 def run_orders(
-    parts: Sequence[PartCosts], plan: Sequence[Sequence[StageTask]], begins: Sequence[float], sends_wait: bool
+    parts: Sequence[PartCosts],
+    plan: Sequence[Sequence[StageTask]],
+    begins: Sequence[float],
+    sends_wait: bool,
+    core_fraction: float = 1.0,
 ) -> OrderTimes:
     """Return the times of all tasks; each stage runs until an input is missing.
 
-    A stage begins at its second of `begins`. With `sends_wait` it does not compute while it sends.
+    A stage begins at its second of `begins`. With `sends_wait` it does not compute while it sends. Where stages share
+    cores, the seconds of the parts are those while all stages compute; fewer of them compute faster.
     """
+    if core_fraction < 1.0:
+        return run_on_shared_cores(parts, plan, begins, core_fraction)
     stages, chunks = len(plan), len(parts) // len(plan)
     # By stage: whether a forward waits for its input or a backward for its gradient, micro-batch and chunk.
     arrived: dict[tuple[int, TaskKind, int, int], float] = {}
@@ -154,10 +162,7 @@ def run_orders(
         order = plan[stage]
         while place[stage] < len(order):
             task = order[place[stage]]
-            # The first chunk of the first stage takes the inputs of the step, a put-off gradient what the stage keeps.
-            from_input = task.kind is TaskKind.FORWARD and stage == 0 and task.chunk == 0
-            waits = not from_input and task.half is not BackwardHalf.WEIGHTS
-            ready = arrived.pop((stage, task.kind, task.micro_batch, task.chunk), None) if waits else 0.0
+            ready = arrived.pop((stage, task.kind, task.micro_batch, task.chunk), None) if _waits(stage, task) else 0.0
             if ready is None:
                 break
             part = parts[task.chunk * stages + stage]
@@ -177,6 +182,65 @@ def run_orders(
     stuck = [stage for stage in range(stages) if place[stage] < len(plan[stage])]
     assert not stuck, f"deadlock: stages {stuck} wait for inputs that no task sends"
     return OrderTimes(tuple(clock), tuple(busy), tuple(ran))
+
+
+def run_on_shared_cores(
+    parts: Sequence[PartCosts], plan: Sequence[Sequence[StageTask]], begins: Sequence[float], core_fraction: float
+) -> OrderTimes:
+    """Return the times of all tasks of stages that share cores, with sends beside the compute.
+
+    The stages that compute divide the cores among them, and no stage has more than one core for each of its devices.
+    """
+    stages, chunks = len(plan), len(parts) // len(plan)
+    arrived: dict[tuple[int, TaskKind, int, int], float] = {}
+    clock, busy, place = list(begins), [0.0] * stages, [0] * stages
+    # By stage that computes: begin of its task, and the seconds that are left of it while all compute.
+    running: dict[int, tuple[float, float]] = {}
+    ran: list[TaskTime] = []
+    now = 0.0
+    while True:
+        begin = math.inf
+        for stage in (stage for stage in range(stages) if stage not in running and place[stage] < len(plan[stage])):
+            task = plan[stage][place[stage]]
+            ready = arrived.get((stage, task.kind, task.micro_batch, task.chunk)) if _waits(stage, task) else 0.0
+            start = math.inf if ready is None else max(clock[stage], ready)
+            if start <= now:
+                running[stage] = now, parts[task.chunk * stages + stage].seconds(task)
+            else:
+                begin = min(begin, start)
+        if not running and math.isinf(begin):
+            break
+        speed = min(1.0 / core_fraction, stages / max(1, len(running)))
+        end = min((now + left / speed for _, left in running.values()), default=math.inf)
+        then = min(begin, end)
+        for stage, (start, left) in [*running.items()]:
+            rest = left - speed * (then - now)
+            if now + left / speed > then:
+                running[stage] = start, rest
+                continue
+            del running[stage]
+            task = plan[stage][place[stage]]
+            ran.append(TaskTime(stage, task, start, then))
+            busy[stage] += then - start
+            clock[stage] = then
+            place[stage] += 1
+            follower = _follower(stage, task, stages, chunks)
+            if follower is not None:
+                send = parts[task.chunk * stages + stage].send_seconds if follower[0] != stage else 0.0
+                arrived[follower] = then + send
+        now = then
+    stuck = [stage for stage in range(stages) if place[stage] < len(plan[stage])]
+    assert not stuck, f"deadlock: stages {stuck} wait for inputs that no task sends"
+    return OrderTimes(tuple(clock), tuple(busy), tuple(ran))
+
+
+def _waits(stage: int, task: StageTask) -> bool:
+    """Return whether a task waits for another one.
+
+    The first chunk of the first stage takes the inputs of the step, a put-off gradient what the stage keeps.
+    """
+    from_input = task.kind is TaskKind.FORWARD and stage == 0 and task.chunk == 0
+    return not from_input and task.half is not BackwardHalf.WEIGHTS
 
 
 def _follower(stage: int, task: StageTask, stages: int, chunks: int) -> tuple[int, TaskKind, int, int] | None:
@@ -230,6 +294,11 @@ class PricedStage:
     # Most micro-batches with activations at once.
     in_flight: float
     memory: MemoryCosts
+
+    @property
+    def pass_seconds(self) -> float:
+        """Return the time of a micro-batch while all stages compute."""
+        return self.forward_seconds + self.backward_seconds
 
 
 class StepTimes(NamedTuple):
@@ -298,7 +367,7 @@ def step_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) 
         for target in tied.targets:
             sending[tied.source] += seconds(tied.bytes)
             begins[target] = max(begins[target], sending[tied.source])
-    ran = run_orders(parts, step.tasks, begins, sends_wait=False)
+    ran = run_orders(parts, step.tasks, begins, sends_wait=False, core_fraction=cluster.device.core_fraction)
     reducing, sending = list(ran.finished), list(ran.finished)
     for tied in step.tied:
         for target in tied.targets:

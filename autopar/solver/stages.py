@@ -100,17 +100,21 @@ def with_call(setting: PlanningProblem, layout: Layout, axes: SubMesh) -> MicroB
     ]
     # The plans of the search are priced under the schedule that needs the most memory.
     in_flight, _, pipelining = max(zip(flights, range(len(flights)), pipelines, strict=True))
-    passes, ends = zip(*(least_shares(one, count) for one in pipelines), strict=True)
+    shares_cores = setting.cluster.device.core_fraction < 1.0
+    passes, ends = zip(*(least_shares(one, count, shares_cores) for one in pipelines), strict=True)
     return replace(call, pipelining=pipelining, in_flight=in_flight, shares=(min(passes), min(ends)))
 
 
-def least_shares(one: Pipelining, count: int) -> tuple[float, float]:
+def least_shares(one: Pipelining, count: int, shares_cores: bool = False) -> tuple[float, float]:
     """Return the shares of `PlanningProblem.shares` under a schedule.
 
     A stage works for all micro-batches, and waits while the parts before its first one run. The step takes at least a
     weighted mean of the stages. With these weights the time of each stage counts alike, however the model is cut. The
-    chunks of a stage take equal times.
+    chunks of a stage take equal times. Stages that share cores lose no time: those that compute have the cores of those
+    that wait.
     """
+    if shares_cores:
+        return count / one.stages, 1.0 / one.stages
     # While a stage waits for backwards, gradients of weights may fill the time: at most half of the work of a part.
     fill = 0.5 if one.schedule == "zero_bubble" else 1.0 / one.chunks
     left = 1.0 - fill / count

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cost.pipeline import StageCosts, pipeline
-from autopar.sharding.schedules import TaskKind, orders
+from autopar.cost.pipeline import PartCosts, StageCosts, pipeline, run_on_shared_cores, run_orders
+from autopar.sharding.schedules import Schedule, TaskKind, orders
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 8), (4, 4), (4, 3), (8, 32)]
 
@@ -109,3 +109,37 @@ def test_interleaving_needs_micro_batches_that_divide() -> None:
         orders(4, 6, "interleaved", 2)
     with pytest.raises(AssertionError, match="one chunk"):
         orders(4, 8, "1f1b", 2)
+
+
+PARTS = ((1.0, 2.0), (1.5, 2.5), (0.5, 3.0))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_a_core_for_each_stage_is_shared_by_none(schedule: Schedule) -> None:
+    """The simulation of shared cores gives the times of the other one where each stage has a core."""
+    parts = [PartCosts(forward, backward, 0.25, 0.5 * backward) for forward, backward in PARTS]
+    plan = orders(3, 6, schedule, halves=True)
+    expected = run_orders(parts, plan, [0.0, 0.5, 0.0], sends_wait=False)
+    found = run_on_shared_cores(parts, plan, [0.0, 0.5, 0.0], core_fraction=1.0)
+    assert found.finished == pytest.approx(expected.finished)
+    assert found.busy == pytest.approx(expected.busy)
+    assert len(found.tasks) == len(expected.tasks)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_on_one_core_take_the_time_of_their_work(schedule: Schedule) -> None:
+    """One of them computes at any time, at the speed of all: there is no bubble, whatever the schedule."""
+    parts = [PartCosts(forward, backward) for forward, backward in PARTS]
+    found = run_orders(parts, orders(3, 6, schedule), [0.0] * 3, sends_wait=False, core_fraction=1 / 3)
+    assert max(found.finished) == pytest.approx(6 * sum(map(sum, PARTS)) / 3)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4, 16])
+def test_two_cores_for_four_stages(micro_batches: int) -> None:
+    """One micro-batch passes through stages that are alone, each at twice its speed; many keep two cores busy."""
+    parts = [PartCosts(1.0, 2.0)] * 4
+    found = run_orders(parts, orders(4, micro_batches, "1f1b"), [0.0] * 4, sends_wait=False, core_fraction=0.5)
+    work = 3.0 * micro_batches
+    assert work - 1e-9 <= max(found.finished) <= work + 3.0 * 3 / 2
+    if micro_batches == 1:
+        assert max(found.finished) == pytest.approx(4 * 3.0 / 2)

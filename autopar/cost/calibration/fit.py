@@ -94,8 +94,8 @@ class Measurements:
     ranks_per_node: int
     # Bandwidth between two ranks while all others are idle.
     lone_bytes_per_second: float | None = None
-    # True where ranks compute on all cores, so that no core is left for overlapped communication.
-    busy_cores: bool = False
+    # Share of a core that a rank has while all ranks compute.
+    core_fraction: float = 1.0
     # Time of a small op in a training step: on the device if `own_host`, else on the host beside it.
     overhead_seconds: float = 0.0
     # True where the device launches its own ops, as a core of a CPU does.

@@ -110,7 +110,7 @@ def measure(budget: MeasuringBudget, tick: Tick) -> Measurements:
         (),
         place.nodes,
         place.ranks_per_node,
-        busy_cores=ranks_per_core(place) >= 1,
+        core_fraction=1.0 / max(1.0, ranks_per_core(place)),
         own_host=place.on_cpu,
         processors=processors,
     )

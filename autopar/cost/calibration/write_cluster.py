@@ -98,6 +98,7 @@ def _device(measurements: Measurements, products: MultiplyFit, shipped: Device |
         f"launch = {_measured(measurements.launch_seconds * 1e6, 'us')}",
         *_overhead(measurements),
         *_sustained(fit_sustained(products, measurements.chain), shipped),
+        *([f"core = {_measured(100 * measurements.core_fraction, '%')}"] if measurements.core_fraction < 1 else []),
         "",
         "[device.peak]",
         *(f"{dtype} = {_measured(peak / 1e9, 'GFLOP/s')}" for dtype, peak in products.peak_flops.items()),

@@ -74,6 +74,8 @@ class Device:
     host_seconds: float = 0.0
     # Share of the product rate that is left under continuous load.
     sustained_fraction: float = 1.0
+    # Share of a core that a process of a CPU has while all of them compute. It has more while others wait.
+    core_fraction: float = 1.0
 
     @property
     def stream(self) -> float:
