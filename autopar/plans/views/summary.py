@@ -377,6 +377,15 @@ def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
     rows.append(
         ("  exposed communication of parameters", *(seconds_text(plan.costs.exposed_seconds) for plan in every))
     )
+    waits = {
+        "  waiting for the host": [plan.costs.waiting_seconds for plan in every],
+        "  waiting for other stages": [plan.costs.bubble_seconds for plan in every],
+    }
+    for name, seconds in waits.items():
+        if any(one > 1e-4 * plan.step_seconds for one, plan in zip(seconds, every, strict=True)):
+            rows.append((name, *map(seconds_text, seconds)))
+    if any(plan.decided.assignment.pipelining is not None for plan in every):
+        rows.append(("stages", *map(_schedule, every)))
     rows.append(("memory", *(bytes_text(plan.memory_bytes) for plan in every)))
     rows.append(("fits", *("yes" if plan.fits else "no" for plan in every)))
     rows.append(("gap", *(_gap(plan) for plan in every)))
@@ -384,6 +393,14 @@ def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
     for key in dict.fromkeys(key for total in totals for key in total):
         rows.append((key, *(bytes_text(total[key]) if key in total else "-" for total in totals)))
     return rows
+
+
+def _schedule(plan: PlanRecord) -> str:
+    """Return stages, schedule and micro-batches of a plan."""
+    one = plan.decided.assignment.pipelining
+    if one is None:
+        return "-"
+    return f"{one.stages}, {one.schedule}, {plan.decided.options.micro_batches} micro-batches"
 
 
 def _gap(plan: PlanRecord) -> str:
