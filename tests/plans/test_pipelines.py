@@ -187,6 +187,26 @@ def test_one_value_crosses_each_cut_of_a_gpt() -> None:
     assert sorted((making, tuple(reading)) for _, making, reading in crossing) == [(0, (1,)), (1, (2,)), (2, (3,))]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "cut", "shapes"),
+    [
+        ("llama", "@model.layers.1", [(8, 16, 48)]),
+        # The residual stream, what the encoder makes, and the bias of positions, which one layer makes for all.
+        ("t5", "@decoder.block.1", [(1, 4, 15, 15), (8, 15, 48), (8, 16, 48)]),
+    ],
+)
+def test_values_that_cross(architecture: str, cut: str, shapes: list[tuple[int, ...]]) -> None:
+    """Masks, positions and integers are computed where they are read."""
+    model, inputs = hf(architecture, batch=8, seq=16, device="meta")
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    layout = f"micro 4; pipeline pp 1f1b; cut pp before {cut}; * -> none"
+    plan = plan_under_layout(autopar.trace(model, inputs), autopar.Mesh("pp=2"), layout, REQUEST)
+    crossing = [plan.graph.tensors[name] for name, _, _ in lower_step(plan.graph, plan.decided).crossing]
+    assert sorted(tuple(tensor.shape) for tensor in crossing) == shapes
+    assert all(tensor.dtype.is_floating_point for tensor in crossing)
+
+
 TIED = [
     ("pp=2,dp=2", "micro 4; pipeline pp 1f1b; batch -> dp; * -> none"),
     ("pp=2,dp=2", "micro 4; pipeline pp 1f1b; fsdp"),

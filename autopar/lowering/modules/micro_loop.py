@@ -12,9 +12,10 @@ Without a scalar that needs a gradient, all forwards run in the forward and all 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Literal, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
+from autopar.errors import AutoparError
 from autopar.lowering.modules.loop_buckets import BucketPass, LoopBuckets, with_arrivals
 from autopar.sharding.options import sum_dtype
 from autopar.sharding.schedules import StageTask, TaskKind
@@ -35,6 +37,7 @@ __all__ = [
     "MicroBatchZeros",
     "common_factor",
     "expected_gradients",
+    "first_derivative",
     "generator_states",
     "leaves_of",
     "remember_gradients",
@@ -137,6 +140,22 @@ class MicroBatchLoop(nn.Module):
         return f"{self.count} micro-batches; {', '.join(result.kind for result in self.results)}"
 
 
+def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the backward of a loop, which raises where its result needs a graph of its own."""
+    run = once_differentiable(backward)
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise AutoparError(
+                "a call with micro-batches has no second derivative: its backwards run within the forward\n"
+                "fix: call backward or grad without create_graph=True, or take a layout without micro-batches"
+            )
+        return run(ctx, *gradients)
+
+    return checked
+
+
 class _Loop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loop: MicroBatchLoop, compiled: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -174,7 +193,7 @@ class _Loop(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         loop: MicroBatchLoop = ctx.loop
         parameters: BucketPass = ctx.given

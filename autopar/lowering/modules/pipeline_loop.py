@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from autopar.lowering.collectives.stage_messages import (
     Crossing,
@@ -35,6 +34,7 @@ from autopar.lowering.modules.micro_loop import (
     GradientSums,
     common_factor,
     expected_gradients,
+    first_derivative,
     generator_states,
     remember_gradients,
     restored_generators,
@@ -171,7 +171,7 @@ class _Pipeline(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         loop: PipelineLoop = ctx.loop
         run: _Run = ctx.run
