@@ -51,6 +51,7 @@ KEY_STEP = 0x9E3779B1
 FLOAT16_SCALE = 2.0**15
 
 _HALF = (torch.float16, torch.bfloat16)
+NO_SECOND = "a call with micro-batches has no second derivative: its backwards run within the forward"
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def checked(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled():
-            raise AutoparError(
-                "a call with micro-batches has no second derivative: its backwards run within the forward\n"
-                "fix: call backward or grad without create_graph=True, or take a layout without micro-batches"
-            )
+            raise AutoparError(f"{NO_SECOND}\nfix: no create_graph=True, or a layout without micro-batches")
         return run(ctx, *gradients)
 
     return checked
