@@ -74,7 +74,8 @@ class NamedGraph:
     def saved(self) -> tuple[NamedTensor, ...]:
         """Return the values that autograd saves for the backward; a view counts as its base."""
         by_node = {tensor.node: tensor for tensor in self.tensors.values()}
-        return tuple(by_node[name] for name in self._saves.values)
+        # A short graph has fewer values than the model that was run.
+        return tuple(by_node[name] for name in self._saves.values if name in by_node)
 
     @property
     def saved_inside(self) -> tuple[InternalSave, ...]:
@@ -88,7 +89,13 @@ class NamedGraph:
     @cached_property
     def footprints(self) -> Mapping[str, Footprint]:
         """Return the memory footprint of each op, by the name of its fx node; equal calls share one."""
-        return footprints(self.exported)
+        twins = {
+            name: other
+            for repeat in self.repeats
+            for layer in repeat.layers[1:]
+            for name, other in zip(layer, repeat.layers[0], strict=True)
+        }
+        return footprints(self.exported, twins)
 
     @cached_property
     def forms(self) -> Mapping[str, int]:

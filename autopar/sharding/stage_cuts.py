@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -107,10 +108,21 @@ class StageCuts:
 
     def _start(self, name: str, cut: CutStatement) -> int:
         """Return the place of the first op of a module, or of the op that has this name or makes this value."""
+        if name in self.first:
+            return self.first[name]
         for place, node in enumerate(self.body):
             if is_of(node.name, name) or any(glob_matches(name, own) for own in filter(None, node.outputs)):
                 return place
         raise self._unknown(name, cut.span)
+
+    @cached_property
+    def first(self) -> Mapping[str, int]:
+        """Return the place of the first op by the names that a cut may have: of an op, a module, a value."""
+        found: dict[str, int] = {}
+        for place, node in enumerate(self.body):
+            for name in (node.name, *paths_of(node.name), *filter(None, node.outputs)):
+                found.setdefault(name, place)
+        return found
 
     def _unknown(self, name: str, span: SourceSpan | None) -> LayoutError:
         known = sorted({path for node in self.body for path in paths_of(node.name)})

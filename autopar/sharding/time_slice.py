@@ -74,7 +74,6 @@ def _sliced(graph: NamedGraph, assignment: Assignment, count: int) -> NamedGraph
     # Analyses that run ops: those of the whole graph hold for its parts.
     found.__dict__["footprints"] = _footprints(graph, {node.node for node in graph.nodes if split[node.name]}, count)
     found.__dict__["passable_sums"] = graph.passable_sums
-    found.__dict__["_saves"] = graph._saves
     return found
 
 

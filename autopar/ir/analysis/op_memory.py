@@ -159,13 +159,21 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= self.sizes.pop(key)
 
 
-def footprints(exported: Exported) -> Mapping[str, Footprint]:
-    """Return the footprint of every op of a traced graph, by the name of its node."""
+def footprints(exported: Exported, twins: Mapping[str, str]) -> Mapping[str, Footprint]:
+    """Return the footprint of every op of a traced graph, by the name of its node.
+
+    `twins` has the same step of an earlier layer, for nodes of repeated layers.
+    """
     found: dict[str, Footprint] = {}
     known: dict[Any, Footprint] = {}
     trained = differentiable(exported)
-    for node in exported.graph_module.graph.nodes:
+    nodes = {node.name: node for node in exported.graph_module.graph.nodes}
+    for node in nodes.values():
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        twin = nodes.get(twins.get(node.name, ""))
+        if twin is not None and twin.name in found and _inputs_of(node, trained) == _inputs_of(twin, trained):
+            found[node.name] = found[twin.name]
             continue
         groups = _groups_of(node)
         key = groups, call_key(node, trained)
@@ -184,6 +192,15 @@ def _stored_sparsely(footprint: Footprint, groups: int) -> Footprint:
     """Return the footprint of an op that was probed on rows for all groups, of which one is stored."""
     inside = footprint.internal_bytes // groups, footprint.forward_bytes // groups, footprint.backward_bytes // groups
     return replace(footprint, internal_bytes=inside[0], forward_bytes=inside[1], backward_bytes=inside[2])
+
+
+def _inputs_of(node: Node, trained: Set[Node]) -> list[tuple[bool, Any, int]]:
+    """Return what may differ between the inputs of equal steps of two layers: gradients, strides, groups of rows."""
+    values = [(source, source.meta["val"]) for source in node.all_input_nodes]
+    return [
+        (source in trained, x.stride() if isinstance(x, Tensor) else None, source.meta.get(ROUTED, 1))
+        for source, x in values
+    ]
 
 
 def _probe(node: Node, trained: frozenset[Node]) -> Footprint:
