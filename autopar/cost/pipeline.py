@@ -318,7 +318,7 @@ def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -
     begins, ends, optimizer = (
         [sum(getattr(times[part], when) for part in mine) for mine in own] for when in ("before", "after", "optimizer")
     )
-    sent, received = _sent_bytes(step, len(times))
+    sent, received = sent_bytes(step, len(times))
     found = step_times(step, cluster, times)
     in_flight = most_in_flight(step.tasks, pipelining.chunks)
     stages = tuple(
@@ -356,7 +356,7 @@ def step_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) 
     def seconds(size: float) -> float:
         return network.seconds("send", (pipelining.axis,), size) if size else 0.0
 
-    sent, _ = _sent_bytes(step, len(times))
+    sent, _ = sent_bytes(step, len(times))
     sends = [seconds(size) for size in sent]
     parts = [PartCosts(one.forward, one.backward, send, one.late) for one, send in zip(times, sends, strict=True)]
     own = parts_by_stage(step, times)
@@ -377,7 +377,7 @@ def step_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) 
     return StepTimes(ran, tuple(reducing), tuple(map(sum, zip(reducing, ends, strict=True))))
 
 
-def _sent_bytes(step: LoweredStep, parts: int) -> tuple[list[float], list[float]]:
+def sent_bytes(step: LoweredStep, parts: int) -> tuple[list[float], list[float]]:
     """Return the bytes that each part sends to later parts, and those that it receives; gradients go the other way."""
     pipelining = step.plan.assignment.pipelining
     assert pipelining is not None, "a pipeline has stages"

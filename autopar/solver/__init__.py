@@ -6,6 +6,7 @@ model/       sets, variables, factors, objective; solution -> assignment
 search/      bounds, multipliers, incumbents
 infeasible   errors where there is no plan; `explain_infeasible` writes their messages
 stages       stages of a pipeline: schedules, cuts, recomputation
+shapes       meshes that an open mesh may be; `segments`, `stage_design` and `staged_plan` serve it
 solve        entry point: `solve_plan`; published strategies as first candidates
 """
 

@@ -176,8 +176,8 @@ class LagrangianSearch:
         The memory estimate is used until a plan is priced, which gives its error. Another plan may have a smaller
         error, so the limit moves by at most half of what it could.
         """
-        if self.hint is not None or not self.planes:
-            self._minimum_at(np.append(np.ones(self.count) if self.hint is None else self.hint, np.zeros(len(MOMENTS))))
+        if self.hint is not None:
+            self._minimum_at(np.append(self.hint, np.zeros(len(MOMENTS))))
         prices, aim = np.zeros(self.count + len(MOMENTS)), self.aim_gib
         for _ in range(MOST_AIMS):
             prices = self.highest_multipliers(aim)
@@ -223,6 +223,8 @@ class LagrangianSearch:
 
     def highest_multipliers(self, aim_gib: float) -> Floats:
         """Return the multipliers with the highest bound under a memory estimate of `aim_gib`; no plan is priced."""
+        if not self.planes:
+            self._minimum_at(np.append(np.ones(self.count), np.zeros(len(MOMENTS))))
         upper, prices = self._master(aim_gib)
         for _ in range(MOST_ROUNDS):
             if upper - self._bound_at(aim_gib) <= 0.1 * self.gap * abs(upper) or self.is_late():

@@ -1,0 +1,197 @@
+"""Segments of a model: its repeated layers, and what stands before, between and behind them; the costs of each.
+
+The costs are those of a short graph, in which each stack has few layers, by the simulation that prices whole plans. A
+stage of a pipeline is a run of segments of the whole model: its times and its stored and saved bytes add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.evaluate import part_times
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.lowered_step import LoweredStep, lower_step
+from autopar.cost.memory.peak import memory
+from autopar.cost.pipeline import PartTimes, sent_bytes
+from autopar.cost.profile import profile_parts
+from autopar.ir.graph import NamedGraph
+from autopar.ir.short_graph import ShortGraph
+from autopar.mesh import SubMesh
+from autopar.sharding.assignment import Pipelining, StepPlan
+from autopar.sharding.layout.syntax import MicroBatches, PipelineStatement
+from autopar.sharding.options import Recompute
+from autopar.sharding.schedules import orders
+from autopar.sharding.stage_cuts import StageCuts, paths_of
+from autopar.sharding.time_slice import time_assignment
+from autopar.solver import Floats
+from autopar.solver.model.recompute_variables import STATES, layers_of
+
+__all__ = ["STAGES", "ModelCosts", "SegmentCosts", "model_costs", "segments_of", "spread"]
+
+# Axis of the stages in meshes that the search proposes.
+STAGES = "pp"
+
+
+@dataclass(frozen=True)
+class SegmentCosts:
+    """Costs of one segment, in one recompute mode of its layer."""
+
+    times: PartTimes
+    # Activations of one micro-batch that later segments read.
+    sent_bytes: float
+    # Parameters, copies of them and optimizer states; gradients.
+    stored_bytes: float
+    gradient_bytes: float
+    # Saved by one micro-batch.
+    saved_bytes: float
+    # Most bytes beyond all of these while it runs.
+    transient_bytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class ModelCosts:
+    """Costs of the segments of a whole model under one plan of its short graph."""
+
+    plan: StepPlan
+    # By recompute mode, then by segment of the short graph.
+    by_mode: Mapping[Recompute, tuple[SegmentCosts, ...]]
+    # Segments of the whole model: the one of the short graph that stands for each, and the path of its layer.
+    sequence: tuple[int, ...]
+    layers: tuple[str, ...]
+    inputs_bytes: float
+    _columns: dict[str, Floats] = field(default_factory=dict)
+
+    def column(self, name: str) -> Floats:
+        """Return a number of each segment of the whole model, a row for each recompute mode."""
+        if name not in self._columns:
+            rows = [[_number(one, name) for one in self.by_mode[mode]] for mode in STATES]
+            self._columns[name] = np.array(rows)[:, list(self.sequence)]
+        return self._columns[name]
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """Return forward and backward of one micro-batch."""
+        return self.column("forward") + self.column("backward")
+
+    @cached_property
+    def is_layer(self) -> NDArray[np.bool_]:
+        return np.array([bool(path) for path in self.layers])
+
+
+def _number(costs: SegmentCosts, name: str) -> float:
+    found: float = getattr(costs, name) if hasattr(costs, name) else getattr(costs.times, name)
+    return found
+
+
+def segments_of(graph: NamedGraph, micro: MicroBatches) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the segments in order: the path of its layer or nothing, and its ops of the micro-batches."""
+    cuts = StageCuts(graph, time_assignment(graph, micro), PipelineStatement(STAGES, "1f1b"), 1, None)
+    places = [place for place in cuts.between_layers() if 0 < place < len(cuts.body)]
+    known = set(layers_of(graph))
+    found = []
+    for first, last in zip([0, *places], [*places, len(cuts.body)], strict=True):
+        ops = tuple(node.name for node in cuts.body[first:last])
+        found.append((next((path for path in paths_of(ops[0]) if path in known), ""), ops))
+    return found
+
+
+def staged(
+    graph: NamedGraph,
+    micro: MicroBatches,
+    axes: SubMesh,
+    parts: Mapping[str, int],
+    statement: PipelineStatement,
+    count: int,
+) -> Pipelining:
+    """Return the stages that run these parts; `axes` are those of each stage."""
+    cuts = StageCuts(graph, time_assignment(graph, micro), statement, count * statement.chunks, None)
+    mesh = SubMesh({statement.axis: count, **axes})
+    held = cuts.held(parts, count)
+    return Pipelining(statement.axis, mesh, statement.schedule, statement.chunks, statement.more, parts, held)
+
+
+def model_costs(short: ShortGraph, plan: StepPlan, cluster: Cluster, micro: MicroBatches) -> ModelCosts:
+    """Return the costs of all segments under a plan of the short graph, with its layers in each recompute mode.
+
+    `micro` tells which ops run in each micro-batch, for a plan that has one alone.
+    """
+    every = segments_of(short.graph, micro)
+    parts = {op: number for number, (_, ops) in enumerate(every) for op in ops}
+    statement = PipelineStatement(STAGES, "1f1b")
+    stages = staged(short.graph, micro, plan.axes, parts, statement, len(every))
+    assignment = replace(plan.assignment, pipelining=stages)
+    by_mode: dict[Recompute, tuple[SegmentCosts, ...]] = {}
+    inputs = 0.0
+    for mode in STATES:
+        modes = {} if mode == "none" else dict.fromkeys(layers_of(short.graph), mode)
+        step = lower_step(short.graph, replace(plan, assignment=replace(assignment, recompute=modes)))
+        # Memory of one micro-batch alone: those in flight are added for each schedule.
+        step.__dict__["tasks"] = orders(len(every), 1, "gpipe")
+        inputs = inputs or memory(step.at(0)).inputs_bytes
+        sent, _ = sent_bytes(step, len(every))
+        times = [part_times(one, cluster) for one in profile_parts(step, cluster)]
+        by_mode[mode] = tuple(
+            # What recomputes nothing costs the same in all modes.
+            by_mode["none"][number]
+            if mode != "none" and not path
+            else _segment_costs(step, number, times[number], sent[number])
+            for number, (path, _) in enumerate(every)
+        )
+    sequence, layers = list[int](), list[str]()
+    for number, (path, _) in enumerate(every):
+        # The layers that this one stands for, in the order of the model.
+        own = [whole for whole, its in short.layers.items() if its == path] if path else [""]
+        sequence += [number] * len(own)
+        layers += own
+    return ModelCosts(plan, by_mode, tuple(sequence), tuple(layers), inputs)
+
+
+def _segment_costs(step: LoweredStep, number: int, times: PartTimes, sent: float) -> SegmentCosts:
+    held = memory(step.at(number))
+    stored = held.parameters_bytes + held.copies_bytes + held.optimizer_bytes
+    rest = held.peak_bytes - stored - held.inputs_bytes - held.saved_bytes - held.gradients_bytes
+    return SegmentCosts(times, sent, stored, held.gradients_bytes, held.saved_bytes, max(0.0, rest))
+
+
+def spread(short: ShortGraph, plan: StepPlan) -> StepPlan:
+    """Return the plan of the whole graph in which each layer has the shardings of the one that stands for it."""
+    given = plan.assignment
+    made = replace(
+        given,
+        stored={name: given.stored[its] for name, its in short.tensors.items() if its in given.stored},
+        values={name: given.values[its] for name, its in short.tensors.items() if its in given.values},
+        ops={name: given.ops[its] for name, its in short.ops.items()},
+        gather_policies={
+            name: given.gather_policies[its] for name, its in short.tensors.items() if its in given.gather_policies
+        },
+        recompute={path: given.recompute[its] for path, its in short.layers.items() if its in given.recompute},
+    )
+    return replace(plan, graph=short.whole.fingerprint, assignment=made)
+
+
+def with_equal_layers(short: ShortGraph, plan: StepPlan) -> StepPlan:
+    """Return the plan in which all layers of a stack have the shardings of the one that stands for most of them."""
+    given, twins = plan.assignment, short.twins
+    made = replace(
+        given,
+        stored={name: given.stored[twins.get(name, name)] for name in given.stored},
+        values={name: given.values[twins.get(name, name)] for name in given.values},
+        ops={name: given.ops[twins.get(name, name)] for name in given.ops},
+        gather_policies={name: given.gather_policies[twins.get(name, name)] for name in given.gather_policies},
+    )
+    return replace(plan, assignment=made)
+
+
+def on_axes(plan: StepPlan, axes: Mapping[str, int], micro: MicroBatches | None) -> StepPlan:
+    """Return the same assignment on axes of other sizes."""
+    return replace(plan, assignment=replace(plan.assignment, axes=SubMesh(axes)), micro=micro)
+
+
+def layer_modes(layers: Sequence[str], modes: Sequence[int]) -> dict[str, Recompute]:
+    """Return the recompute mode of each layer that recomputes something."""
+    return {path: STATES[mode] for path, mode in zip(layers, modes, strict=True) if path and mode}

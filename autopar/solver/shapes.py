@@ -1,0 +1,317 @@
+"""Search of mesh shapes: stages, ranks that split the batch, ranks that split the model, and micro-batches.
+
+A shape is `pp` stages of `dp` times `tp` ranks, with a number of micro-batches. All shapes of a number of devices are
+candidates. Each is first priced at the least it may take: equal work on all ranks, and the waiting time of the best
+schedule. In this order a shape gets plans of its short graph (`pieces`), and from their costs its best stages. Shapes
+whose ranks split the model alike, on as many rows at a time, share the plans: only what is stored and what is sent
+once a step differs. The search ends where no shape can be faster than the best one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.network import Network
+from autopar.errors import LayoutError
+from autopar.ir.graph import NamedGraph
+from autopar.ir.short_graph import ShortGraph, shorten
+from autopar.mesh import SubMesh
+from autopar.sharding.assignment import StepPlan
+from autopar.sharding.bound_layout import BoundLayout
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.syntax import MicroBatches
+from autopar.sharding.options import TrainingOptions
+from autopar.sharding.time_slice import slice_in_time
+from autopar.solver import Floats
+from autopar.solver.infeasible import NoFeasiblePlan
+from autopar.solver.model.build import plan_of
+from autopar.solver.model.cost_tables import CostTables
+from autopar.solver.model.objective import MOMENTS, Sum
+from autopar.solver.search.lagrangian import LagrangianSearch
+from autopar.solver.search.phases import Incumbent, SearchPhases
+from autopar.solver.segments import STAGES, ModelCosts, model_costs, on_axes, segments_of, with_equal_layers
+from autopar.solver.setting import MicroBatchedCall, PlanningProblem
+from autopar.solver.stage_design import SCHEDULES, ScheduleChoice, StageDesign, design_stages, least_seconds
+
+__all__ = ["PricedShape", "Shape", "ShapeSearch"]
+
+BATCH = "batch"
+# Axes of a proposed mesh: ranks that split the batch, ranks that split the model.
+DATA, MODEL = "dp", "tp"
+# More ranks than this do not split one layer: groups of a few nodes are the largest in use.
+MOST_MODEL_RANKS = 64
+# No shape has fewer stages than this share of those whose parameters and gradients take half of the memory: what
+# ZeRO-3 would send in each micro-batch takes longer than the stages wait.
+FEWEST_STAGES = 4
+# Rows of one micro-batch on a rank are this number or fewer, but for the whole batch.
+MOST_ROWS = 8
+# Prices of saved memory at which plans of the short graph are made: shares of the step's time for all of the memory.
+# The first one separates plans of equal time. At the last one recomputing everything is worth its time.
+MEMORY_PRICES = (0.02, 0.4, 4.0)
+# Relative precision of the multipliers at which these plans are made.
+PRECISION = 1e-2
+# Shapes within this factor of the best one are followed by a search of their own, and at most so many.
+NEARLY, MOST_FOLLOWED = 1.03, 2
+# Share of the ideal speed-up that more model ranks reach at best, as measured by the shapes that were priced.
+SLACK = 0.97
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Mesh and micro-batches of a step."""
+
+    stages: int
+    data: int
+    model: int
+    count: int
+    # Rows of a micro-batch on a rank.
+    rows: int
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axes of each stage."""
+        return {DATA: self.data, MODEL: self.model}
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {STAGES: self.stages, **self.axes} if self.stages > 1 else self.axes
+
+
+@dataclass(frozen=True)
+class PricedShape:
+    """Shape with the best stages that were found."""
+
+    shape: Shape
+    costs: ModelCosts
+    design: StageDesign
+
+    @property
+    def seconds(self) -> float:
+        return self.design.seconds
+
+
+@dataclass
+class ShapeSearch:
+    """Search of all shapes of a number of devices."""
+
+    graph: NamedGraph
+    short: ShortGraph
+    cluster: Cluster
+    options: TrainingOptions
+    devices: int
+    limit: float
+    deadline: float
+    # Plans of the short graph by model ranks.
+    pieces: dict[int, tuple[StepPlan, ...]] = field(default_factory=dict)
+    found: list[PricedShape] = field(default_factory=list)
+    # Costs by model ranks, rows, whether there are micro-batches, and plan, on the ranks that were priced last.
+    known: dict[tuple[int, int, bool, int], ModelCosts] = field(default_factory=dict)
+    # Seconds of one micro-batch in all segments, by model ranks and rows.
+    layer_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        graph: NamedGraph, cluster: Cluster, options: TrainingOptions, devices: int, limit: float, deadline: float
+    ) -> ShapeSearch | None:
+        """Return the search; None for a model whose layers or batch cannot be split in time."""
+        short = shorten(graph) if graph.exported.grad_enabled and options.micro_batches == 1 else None
+        if short is None or BATCH not in graph.dims or graph.dims[BATCH].size < 2:
+            return None
+        return ShapeSearch(graph, short, cluster, options, devices, limit, deadline)
+
+    @property
+    def best(self) -> float:
+        return min((one.seconds for one in self.found), default=math.inf)
+
+    def run(self) -> list[PricedShape]:
+        """Return the shapes that have plans, fastest first."""
+        node = min(self.cluster.ranks_per_node or self.devices, self.devices)
+        by_model: dict[int, list[Shape]] = {}
+        for shape in self.shapes():
+            by_model.setdefault(shape.model, []).append(shape)
+        near = min(by_model, key=lambda model: abs(math.log(model / node)), default=0)
+        # More ranks that split the model, then fewer, each until the step takes longer.
+        for ranks in (
+            sorted(one for one in by_model if one >= near),
+            sorted((one for one in by_model if one < near), reverse=True),
+        ):
+            for model in ranks:
+                before = self.best
+                self._price_all(by_model[model])
+                if model != near and self.best >= before:
+                    break
+        return sorted(self.found, key=lambda one: one.seconds)
+
+    def promising(self) -> list[PricedShape]:
+        """Return the best shape, and others that are nearly as fast; each mesh once, with its best micro-batches."""
+        found: dict[tuple[tuple[str, int], ...], PricedShape] = {}
+        for one in self.run():
+            if one.seconds <= NEARLY * self.best:
+                found.setdefault(tuple(one.shape.mesh.items()), one)
+        return list(found.values())[:MOST_FOLLOWED]
+
+    def _price_all(self, shapes: Sequence[Shape]) -> None:
+        """Price the shapes of as many model ranks that may be the best."""
+        ideal, layers = self._ideal_seconds, self.layers
+
+        def order(shape: Shape) -> tuple[float, float]:
+            # Stages are best as few as memory allows: such shapes come first, as they rule most others out.
+            unlike = abs(math.log2(shape.stages / self.stages_for(shape.model)))
+            return unlike, least_seconds(ideal, shape.stages, shape.count, layers)
+
+        for shape in sorted(shapes, key=order):
+            least = least_seconds(ideal, shape.stages, shape.count, layers)
+            is_late = time.monotonic() > self.deadline and bool(self.found)
+            if not is_late and max(least, self._likely_seconds(shape, layers)) < self.best:
+                self.price(shape)
+
+    def stages_for(self, model: int) -> int:
+        """Return the least number of stages whose parameters and gradients take half of the memory."""
+        parameters = [one for one in self.graph.parameters if one.requires_grad]
+        gradient = self.options.gradient_dtype or self.options.master_dtype
+        sizes = (prod(one.shape) * (one.dtype.itemsize + (gradient or one.dtype).itemsize) for one in parameters)
+        least = sum(sizes) / model / (self.limit / 2)
+        return next((one for one in _divisors(self.devices // model) if one >= least), self.devices // model)
+
+    def shapes(self) -> Iterator[Shape]:
+        """Yield all shapes."""
+        batch, layers = self.graph.dims[BATCH].size, self.layers
+        for stages in _divisors(self.devices):
+            for model in _divisors(self.devices // stages):
+                data = self.devices // stages // model
+                least = self.stages_for(model) // FEWEST_STAGES
+                if not least <= stages <= layers or model > MOST_MODEL_RANKS or batch % data:
+                    continue
+                of_rank = batch // data
+                for rows in _divisors(of_rank):
+                    count = of_rank // rows
+                    if ((rows <= MOST_ROWS and rows & (rows - 1) == 0) or count == 1) and (stages == 1 or count > 1):
+                        yield Shape(stages, data, model, count, rows)
+
+    @property
+    def layers(self) -> int:
+        """Number of segments that a stage may begin with: no fewer than there are layers."""
+        return len(self.short.layers) + 1
+
+    @property
+    def _some_micro(self) -> MicroBatches:
+        batch = self.graph.dims[BATCH].size
+        return MicroBatches(next(count for count in range(2, batch + 1) if batch % count == 0), BATCH)
+
+    @cached_property
+    def _ideal_seconds(self) -> float:
+        """Return the time of the whole model's ops on one rank, split equally over all."""
+        micro = MicroBatches(self.graph.dims[BATCH].size, BATCH)
+        setting = PlanningProblem.of(slice_in_time(self.short.graph, micro), SubMesh({}), self.cluster, self.options)
+        total = 0.0
+        for path, ops in segments_of(self.short.graph, self._some_micro):
+            total += self.short.counts.get(path, 1) * sum(setting.whole_seconds[op] for op in ops)
+        return total * micro.count / self.devices
+
+    def _likely_seconds(self, shape: Shape, layers: int) -> float:
+        """Return the least time that the layers' times on fewer model ranks, of as many rows, leave to a shape."""
+        least = 0.0
+        for (model, rows), every in self.layer_seconds.items():
+            if rows >= shape.rows and model <= shape.model:
+                each = every * shape.rows / rows * model / shape.model
+                least = max(least, least_seconds(shape.count * each / shape.stages, shape.stages, shape.count, layers))
+        return SLACK * least
+
+    # -- one shape
+
+    def price(self, shape: Shape) -> None:
+        """Find the best stages of a shape."""
+        try:
+            plans = self._plans(shape)
+        except (LayoutError, NoFeasiblePlan):
+            return  # the model has no such split
+        for number, plan in enumerate(plans):
+            key = shape.model, shape.rows, shape.count > 1, number
+            known = self.known.get(key)
+            # The costs on other ranks that split the batch tell about what these would be.
+            if known is not None and self._best_design(shape, known) is None:
+                continue
+            costs = self.known[key] = self._costs(shape, plan)
+            best = self._best_design(shape, costs)
+            if best is not None:
+                self.found.append(PricedShape(shape, costs, best))
+                if not any(best.modes):
+                    return  # plans of less memory are slower
+
+    def _best_design(self, shape: Shape, costs: ModelCosts) -> StageDesign | None:
+        sends, best = self.sends(costs, shape), None
+        for choice in SCHEDULES if shape.stages > 1 else SCHEDULES[:1]:
+            if self._least(costs, shape, choice) >= min(self.best, math.inf if best is None else best.seconds):
+                continue
+            limits = [self.limit] * shape.stages
+            made = design_stages(costs, shape.stages, shape.count, choice, limits, sends)
+            if made is not None and (best is None or made.seconds < best.seconds):
+                best = made
+        return best
+
+    def _least(self, costs: ModelCosts, shape: Shape, choice: ScheduleChoice) -> float:
+        _, chunks, _ = choice
+        each = float(costs.seconds[0].sum()) / shape.stages
+        fill = 2 if choice[0] == "zero_bubble" else chunks
+        return each * (shape.count + (shape.stages - 1) / fill)
+
+    def sends(self, costs: ModelCosts, shape: Shape) -> Floats:
+        """Return the seconds of the values behind each segment."""
+        network = Network(self.cluster, SubMesh(shape.mesh), self.options.links)
+        sent = costs.column("sent_bytes")[0]
+        if shape.stages == 1:
+            return np.zeros(len(sent))
+        by_size = {size: network.seconds("send", (STAGES,), size) if size else 0.0 for size in set(sent.tolist())}
+        return np.array([by_size[size] for size in sent.tolist()])
+
+    def _costs(self, shape: Shape, plan: StepPlan) -> ModelCosts:
+        """Return the costs of the segments under a plan of the short graph."""
+        micro = MicroBatches(shape.count, BATCH) if shape.count > 1 else None
+        found = model_costs(self.short, on_axes(plan, shape.axes, micro), self.cluster, self._some_micro)
+        key, seconds = (shape.model, shape.rows), float(found.seconds[0].sum())
+        self.layer_seconds[key] = min(self.layer_seconds.get(key, math.inf), seconds)
+        return found
+
+    def _plans(self, shape: Shape) -> tuple[StepPlan, ...]:
+        """Return plans of the short graph, at several prices of memory."""
+        if shape.model not in self.pieces:
+            self.pieces[shape.model] = tuple(self._searched(shape))
+        return self.pieces[shape.model]
+
+    def _searched(self, shape: Shape) -> Iterator[StepPlan]:
+        batch, graph = self.graph.dims[BATCH].size, self.short.graph
+        # As many stages as memory asks for, and at least two micro-batches of one row for each rank.
+        ranks = max(1, self.devices // shape.model // self.stages_for(shape.model))
+        data = max(each for each in _divisors(ranks) if batch % each == 0 and batch // each > 1)
+        micro, axes = MicroBatches(batch // data, BATCH), SubMesh({DATA: data, MODEL: shape.model})
+        options = replace(self.options, micro_batches=micro.count)
+        call = MicroBatchedCall(graph, micro, in_flight=float(min(self.stages_for(shape.model), micro.count)))
+        setting = PlanningProblem.of(slice_in_time(graph, micro), axes, self.cluster, options, call)
+        bound_layout = BoundLayout(setting.graph, parse_layout(f"{BATCH} -> {DATA}" if data > 1 else ""), axes)
+        incumbent = Incumbent(setting, math.inf, time.monotonic(), None, bound_layout)
+        work = SearchPhases(setting, bound_layout, incumbent, CostTables(setting), math.inf)
+        model = work.model(is_limited=True, recompute={})
+        search = LagrangianSearch(model, lambda chosen: (math.inf, 0.0), math.inf, gap=PRECISION)
+        multipliers = search.highest_multipliers(math.inf)[: search.count]
+        weights, _ = search.hinges.weights(multipliers)
+        least = search.elimination.least(weights)
+        scale = search.hinges.seconds(least.sums) / max(float(least.sums[Sum.KEPT_GIB]), 1e-9)
+        seen: list[StepPlan] = []
+        for price in MEMORY_PRICES:
+            chosen = search.elimination.candidate(weights + price * scale * MOMENTS[0])
+            plan = with_equal_layers(self.short, call.plan(plan_of(model, chosen)))
+            if not any(plan.assignment == one.assignment for one in seen):
+                seen.append(plan)
+                yield plan
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

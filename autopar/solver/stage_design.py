@@ -1,0 +1,172 @@
+"""Design of a pipeline from the costs of segments: cuts, recompute modes and the time of a step under a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise, product
+
+import numpy as np
+
+from autopar.cost.pipeline import PartCosts, most_kept, run_orders
+from autopar.sharding.schedules import Schedule, StageTask, orders
+from autopar.sharding.stage_cuts import balanced
+from autopar.solver import Floats, Ints
+from autopar.solver.model.recompute_variables import STATES
+from autopar.solver.segments import ModelCosts
+
+__all__ = ["SCHEDULES", "ScheduleChoice", "StageDesign", "design_stages", "least_seconds"]
+
+# Schedule, chunks of a stage, micro-batches more in flight.
+ScheduleChoice = tuple[Schedule, int, int]
+
+# Schedules of `pipeline pp ?`.
+SCHEDULES: tuple[ScheduleChoice, ...] = (
+    ("1f1b", 1, 0),
+    ("1f1b", 1, 1),
+    ("zero_bubble", 1, 0),
+    *(("interleaved", chunks, 0) for chunks in range(2, 9)),
+)
+
+# Cuts follow the times with the modes, which follow the cuts.
+ROUNDS = 3
+# Rounds of micro-batches that are simulated; the others take as long as the last ones.
+SIMULATED = 4
+
+
+@dataclass(frozen=True)
+class StageDesign:
+    """Stages of a model under one schedule."""
+
+    schedule: ScheduleChoice
+    stages: int
+    # Segments that begin the later parts.
+    starts: tuple[int, ...]
+    # Recompute mode of each segment, as a place in STATES.
+    modes: tuple[int, ...]
+    seconds: float
+    # Most memory of each stage.
+    stage_peaks: tuple[float, ...]
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(self.stage_peaks)
+
+
+def least_seconds(work_seconds: float, stages: int, count: int, layers: int) -> float:
+    """Return the least time of a step whose stages share some work equally, under the schedule that waits least."""
+    chunks = max((chunks for _, chunks, _ in SCHEDULES if chunks * stages <= layers), default=1)
+    # `zero_bubble` fills up to half of the waiting time.
+    return work_seconds * (1 + (stages - 1) / (count * max(2, chunks if count % stages == 0 else 1)))
+
+
+def design_stages(
+    costs: ModelCosts, stages: int, count: int, choice: ScheduleChoice, limit: Sequence[float], send_seconds: Floats
+) -> StageDesign | None:
+    """Return the fastest stages found for a schedule that keep the memory limit of each; None if there are none.
+
+    `send_seconds` are those of the values behind each segment.
+    """
+    schedule, chunks, more = choice
+    parts = stages * chunks
+    if parts > len(costs.sequence) or (chunks > 1 and count % stages) or (stages > 1 and count < 2):
+        return None
+    shown = min(count, SIMULATED * stages)
+    every = orders(stages, shown, schedule, chunks, more, halves=True)
+    flights = [most_kept(order, chunks, 1.0, 1.0 if schedule == "zero_bubble" else 0.0) for order in every]
+    modes = np.zeros(len(costs.sequence), dtype=np.int64)
+    best: StageDesign | None = None
+    for _ in range(ROUNDS):
+        work = np.take_along_axis(costs.seconds, modes[None], axis=0)[0]
+        starts = _cuts(work, parts)
+        found = _fitting_modes(costs, starts, stages, flights, limit)
+        if found is None:
+            return best
+        modes, peaks = found
+        seconds = _seconds(costs, starts, stages, modes, every, count, send_seconds)
+        if best is not None and seconds >= best.seconds:
+            break
+        best = StageDesign(choice, stages, tuple(starts), tuple(modes.tolist()), seconds, tuple(peaks))
+    return best
+
+
+def _cuts(work: Floats, parts: int) -> list[int]:
+    until = [0.0, *np.cumsum(work).tolist()]
+    return balanced(until, range(1, len(work)), [0.0] * parts) if parts > 1 else []
+
+
+def _runs(starts: Sequence[int], stages: int, count: int) -> list[Ints]:
+    """Return the segments of each stage."""
+    bounds = [0, *starts, count]
+    found: list[list[int]] = [[] for _ in range(stages)]
+    for part, (first, last) in enumerate(pairwise(bounds)):
+        found[part % stages].extend(range(first, last))
+    return [np.array(each, dtype=np.int64) for each in found]
+
+
+def _fitting_modes(
+    costs: ModelCosts, starts: Sequence[int], stages: int, flights: Sequence[float], limit: Sequence[float]
+) -> tuple[Ints, list[float]] | None:
+    """Return the fastest modes of the layers of each stage that its memory allows, and the memory of each stage."""
+    modes, peaks = np.zeros(len(costs.sequence), dtype=np.int64), list[float]()
+    saved, passing = costs.column("saved_bytes"), costs.column("transient_bytes")
+    held = (costs.column("stored_bytes") + costs.column("gradient_bytes"))[0]
+    for own, flight, most in zip(_runs(starts, stages, len(modes)), flights, limit, strict=True):
+        layers, others = own[costs.is_layer[own]], own[~costs.is_layer[own]]
+        ways = _ways(len(layers))
+        shares = ways / max(1, len(layers))
+        fixed = costs.inputs_bytes + held[own].sum() + flight * saved[0, others].sum()
+        most_passing = np.where(ways > 0, passing[:, own].max(axis=1), 0.0).max(axis=1, initial=passing[0, own].max())
+        sizes = fixed + flight * (shares @ saved[:, layers].sum(axis=1)) + most_passing
+        seconds = np.where(sizes <= most, shares @ costs.seconds[:, layers].sum(axis=1), np.inf)
+        place = int(seconds.argmin())
+        if not np.isfinite(seconds[place]):
+            return None
+        peaks.append(float(sizes[place]))
+        # Layers that recompute most come first: their backwards come last, when least is saved.
+        modes[layers] = np.repeat(np.arange(len(STATES))[::-1], ways[place][::-1])
+    return modes, peaks
+
+
+@cache
+def _ways(count: int) -> Ints:
+    """Return the numbers of layers in each mode, in every way."""
+    every = [
+        (count - some - full, some, full) for some, full in product(range(count + 1), repeat=2) if some + full <= count
+    ]
+    return np.array(every, dtype=np.int64)
+
+
+def _seconds(
+    costs: ModelCosts,
+    starts: Sequence[int],
+    stages: int,
+    modes: Ints,
+    every: Sequence[Sequence[StageTask]],
+    count: int,
+    send_seconds: Floats,
+) -> float:
+    """Return the time of a step."""
+    bounds = [0, *starts, len(modes)]
+    columns = {name: np.take_along_axis(costs.column(name), modes[None], axis=0)[0] for name in _TIMES}
+    sums = {name: np.add.reduceat(column, bounds[:-1]) for name, column in columns.items()}
+    sends = send_seconds[np.array(bounds[1:]) - 1]
+    parts = [
+        PartCosts(*map(float, numbers))
+        for numbers in zip(sums["forward"], sums["backward"], sends, sums["late"], strict=True)
+    ]
+    begins = [float(sums["before"][stage::stages].sum()) for stage in range(stages)]
+    ends = [float(sums["after"][stage::stages].sum()) for stage in range(stages)]
+    optimizer = max(float(sums["optimizer"][stage::stages].sum()) for stage in range(stages))
+    finished = run_orders(parts, every, begins, sends_wait=False).finished
+    # The other micro-batches take as long as the busiest stage.
+    shown = 1 + max(task.micro_batch for task in every[0])
+    each = max(
+        sum(part.forward_seconds + part.backward_seconds for part in parts[stage::stages]) for stage in range(stages)
+    )
+    last = max(end + after for end, after in zip(finished, ends, strict=True))
+    return last + (count - shown) * each + optimizer
+
+
+_TIMES = ("forward", "backward", "late", "before", "after", "optimizer")

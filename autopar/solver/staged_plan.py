@@ -1,0 +1,125 @@
+"""Plan of a whole model from a priced shape: its layers as those of the short graph, stages as they were designed.
+
+`evaluate` prices the plan. Where the memory of a stage is not what its segments add up to, the stages are designed once
+more with limits that are off by as much. The bound is that of the model of the whole graph, without any search.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.cost.pipeline import most_in_flight
+from autopar.errors import LayoutError
+from autopar.mesh import SubMesh
+from autopar.sharding.assignment import Pipelining, StepPlan
+from autopar.sharding.bound_layout import BoundLayout
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.syntax import MicroBatches, PipelineStatement
+from autopar.sharding.schedules import orders
+from autopar.sharding.time_slice import slice_in_time
+from autopar.solver.model.cost_tables import CostTables
+from autopar.solver.search.lagrangian import LagrangianSearch
+from autopar.solver.search.phases import Incumbent, SearchPhases
+from autopar.solver.segments import STAGES, layer_modes, segments_of, spread, staged
+from autopar.solver.setting import MicroBatchedCall, PlanningProblem
+from autopar.solver.shapes import PricedShape, ShapeSearch
+from autopar.solver.solve import SolvedPlan, check_in_time
+from autopar.solver.stage_design import StageDesign, design_stages
+from autopar.solver.stages import least_shares
+
+__all__ = ["staged_plan"]
+
+# Designs that are priced: the first one tells how far the memory of each stage is off.
+MOST_DESIGNS = 3
+# Relative precision of the multipliers of the bound.
+PRECISION = 1e-2
+
+
+def staged_plan(search: ShapeSearch, priced: PricedShape) -> SolvedPlan | None:
+    """Return the plan of a shape with stages, priced and with a bound; None if its stages do not fit."""
+    began = time.monotonic()
+    shape, design = priced.shape, priced.design
+    micro = MicroBatches(shape.count, "batch")
+    setting = PlanningProblem.of(
+        slice_in_time(search.graph, micro),
+        SubMesh(shape.axes),
+        search.cluster,
+        replace(search.options, micro_batches=shape.count),
+        MicroBatchedCall(search.graph, micro),
+    )
+    incumbent = Incumbent(setting, search.limit, began, None, BoundLayout(setting.graph, Layout(()), setting.axes))
+    limits = [search.limit] * shape.stages
+    for _ in range(MOST_DESIGNS):
+        plan = _whole_plan(search, priced, design, micro)
+        if plan is None:
+            break
+        check_in_time(search.graph, micro, design.schedule[0])
+        costs = incumbent.offer("search", plan)
+        # The estimate is off by as much under another design of these stages.
+        missed = [stage.memory.peak_bytes - peak for stage, peak in zip(costs.stages, design.stage_peaks, strict=True)]
+        tight = [search.limit - more for more in missed]
+        if max(abs(one - other) for one, other in zip(tight, limits, strict=True)) < search.limit * 0.002:
+            break
+        limits = tight
+        sends = search.sends(priced.costs, shape)
+        again = design_stages(priced.costs, shape.stages, shape.count, design.schedule, limits, sends)
+        if again is None or again == design:
+            break
+        design = again
+    if incumbent.plan is None or incumbent.costs is None:
+        return None
+    bound = min(_bound(setting, incumbent.plan, search.limit), incumbent.seconds)
+    return SolvedPlan(incumbent.plan, incumbent.costs, bound, time.monotonic() - began, "search", 0, 0)
+
+
+def _whole_plan(search: ShapeSearch, priced: PricedShape, design: StageDesign, micro: MicroBatches) -> StepPlan | None:
+    """Return the plan of the whole graph under a design; None if its segments are others."""
+    schedule, chunks, more = design.schedule
+    statement = PipelineStatement(STAGES, schedule, chunks, more)
+    every = segments_of(search.graph, micro)
+    if tuple(path for path, _ in every) != priced.costs.layers:
+        return None
+    starts = np.array(design.starts)
+    parts = {op: int((starts <= number).sum()) for number, (_, ops) in enumerate(every) for op in ops}
+    plan = spread(search.short, priced.costs.plan)
+    try:
+        stages = staged(search.graph, micro, plan.axes, parts, statement, design.stages)
+    except LayoutError:
+        return None  # a parameter that all stages would need
+    recompute = layer_modes(priced.costs.layers, design.modes)
+    return replace(plan, assignment=replace(plan.assignment, pipelining=stages, recompute=recompute))
+
+
+def _bound(setting: PlanningProblem, plan: StepPlan, limit: float) -> float:
+    """Return a lower bound on all plans with these micro-batches and this schedule on this mesh."""
+    pipelining, call = plan.assignment.pipelining, setting.call
+    assert pipelining is not None, "a plan with stages"
+    assert call is not None, "stages run micro-batches"
+    call = replace(
+        call,
+        pipelining=pipelining,
+        in_flight=_mean_in_flight(pipelining, call.micro.count),
+        shares=least_shares(pipelining, call.micro.count),
+    )
+    staged_setting = PlanningProblem.of(setting.graph, setting.axes, setting.cluster, setting.options, call)
+    bound_layout = BoundLayout(setting.graph, Layout(()), setting.axes)
+    incumbent = Incumbent(staged_setting, limit, time.monotonic(), None, bound_layout)
+    work = SearchPhases(staged_setting, bound_layout, incumbent, CostTables(staged_setting), math.inf)
+    model = work.model(is_limited=True)
+    search = LagrangianSearch(model, _unpriced, math.inf, limit / 2**30, gap=PRECISION)
+    search.highest_multipliers(limit / 2**30)
+    return search.bound
+
+
+def _unpriced(chosen: object) -> tuple[float, float]:
+    raise AssertionError("a bound prices no plan")
+
+
+def _mean_in_flight(pipelining: Pipelining, count: int) -> float:
+    every = orders(pipelining.stages, count, pipelining.schedule, pipelining.chunks, pipelining.more, halves=True)
+    flights = most_in_flight(every, pipelining.chunks)
+    return sum(flights) / len(flights)

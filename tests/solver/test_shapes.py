@@ -1,0 +1,83 @@
+"""Shapes of meshes: what their segments add up to, and the plans that open meshes get."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+
+import autopar
+from autopar.cost.evaluate import evaluate
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.ir.graph import NamedGraph
+from autopar.mesh import Mesh
+from autopar.plans.find import PlanRequest, plan_graph
+from autopar.plans.open_mesh import meshes_of
+from autopar.sharding.options import TrainingOptions
+from autopar.solver.shapes import Shape, ShapeSearch
+from autopar.solver.staged_plan import staged_plan
+from examples.gpt import gpt
+
+H100 = load_cluster("h100")
+
+
+@cache
+def traced(layers: int = 8, batch: int = 32) -> NamedGraph:
+    return autopar.trace(*gpt(layers=layers, d_model=1024, heads=16, vocab=8192, seq=1024, batch=batch, device="meta"))
+
+
+def search_of(graph: NamedGraph, devices: int, limit: float = math.inf) -> ShapeSearch:
+    found = ShapeSearch.of(graph, H100, TrainingOptions("loss"), devices, limit, math.inf)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(4, 2, 1, 8, 2), pytest.param(Shape(2, 2, 2, 16, 1), marks=pytest.mark.slow)],
+    ids=lambda shape: f"pp={shape.stages},dp={shape.data},tp={shape.model}",
+)
+def test_the_costs_of_segments_add_up(shape: Shape) -> None:
+    """Time and memory of the stages, from their segments, are those of the whole plan by `evaluate`."""
+    search = search_of(traced(), shape.stages * shape.data * shape.model, 100 * 2**30)
+    search.price(shape)
+    priced = min(search.found, key=lambda one: one.seconds)
+    solved = staged_plan(search, priced)
+    assert solved is not None
+    assert solved.costs == evaluate(search.graph, solved.plan, H100)
+    assert priced.design.seconds == pytest.approx(solved.costs.step_seconds, rel=0.05)
+    for stage, peak in zip(solved.costs.stages, priced.design.stage_peaks, strict=True):
+        assert peak == pytest.approx(stage.memory.peak_bytes, rel=0.12)
+    assert 0 < solved.bound_seconds <= solved.costs.step_seconds
+
+
+def test_an_open_mesh_gets_stages_where_nothing_else_fits() -> None:
+    """A lower limit takes more stages or micro-batches, and a plan that fits is found as long as there is one."""
+    graph, before = traced(batch=64), 0.0
+    for gib in (20.0, 6.0, 3.0):
+        request = PlanRequest("h100", gib * 2**30, TrainingOptions("loss"), cache=False, any_mesh=True)
+        plan = plan_graph(graph, meshes_of("?", 8), None, request)
+        assert plan.fits
+        assert plan.mesh.whole.size == 8
+        assert plan.bound_seconds is not None
+        assert plan.bound_seconds <= plan.step_seconds
+        assert plan.step_seconds >= before * (1 - 1e-3)
+        before = plan.step_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gib", [20.0, 4.0])
+def test_no_given_mesh_is_faster_than_the_proposed_one(gib: float) -> None:
+    """Searches of each mesh by itself find nothing that is more than a few percent faster."""
+    graph = traced(layers=4)
+    request = PlanRequest("h100", gib * 2**30, TrainingOptions("loss"), time_limit=60, cache=False)
+    found = plan_graph(graph, meshes_of("?", 4), None, PlanRequest(**{**vars(request), "any_mesh": True}))
+    others = []
+    for mesh in ("dp=4,tp=1", "dp=2,tp=2", "dp=1,tp=4", "pp=2,dp=2", "pp=2,tp=2", "pp=4"):
+        layout = "micro ?{4, 8, 16}; pipeline pp ?" if mesh.startswith("pp") else "micro ?{1, 2, 4, 8}"
+        try:
+            others.append(plan_graph(graph, (Mesh(mesh),), layout, request).step_seconds)
+        except autopar.AutoparError:
+            continue  # it does not fit there
+    assert found.step_seconds <= 1.05 * min(others)
