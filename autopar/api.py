@@ -82,7 +82,8 @@ def plan(
     (True, True)
     """
     check_outputs(outputs)
-    request = PlanRequest(cluster, memory, TrainingOptions(outputs, local_inputs, optimizer), time_limit, cache)
+    options = TrainingOptions(outputs, local_inputs, optimizer)
+    request = PlanRequest(cluster, memory, options, time_limit, cache, any_mesh=mesh == "?")
     meshes = meshes_of(mesh, devices)
     chosen = layout.layout if isinstance(layout, Plan) else layout
     return plan_graph(trace(model, inputs, dims=dims), meshes, chosen, request)

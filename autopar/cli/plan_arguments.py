@@ -112,6 +112,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         TrainingOptions(outputs=arguments.outputs or "sharded", optimizer=arguments.optimizer or "adamw"),
         time_limit=getattr(arguments, "time_limit", 30.0),
         cache=not getattr(arguments, "no_cache", False),
+        any_mesh=getattr(arguments, "mesh", None) == "?",
     )
     cluster = request.cluster_value()
     request.limit_bytes(cluster, None)

@@ -33,7 +33,9 @@ from autopar.sharding.schedules import Schedule
 from autopar.sharding.time_slice import propagate_plan, step_plan
 from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
-from autopar.solver.solve import check_in_time, solve_plan
+from autopar.solver.shapes import ShapeSearch
+from autopar.solver.solve import SolvedPlan, check_in_time, solve_plan
+from autopar.solver.staged_plan import staged_plan
 
 __all__ = [
     "PlanRequest",
@@ -64,6 +66,8 @@ class PlanRequest:
     options: TrainingOptions = field(default_factory=TrainingOptions)
     time_limit: float = 30.0
     cache: bool = True
+    # True: any mesh of as many devices may be proposed, with stages of a pipeline too.
+    any_mesh: bool = False
 
     def cluster_value(self) -> Cluster:
         if isinstance(self.cluster, Cluster):
@@ -130,6 +134,9 @@ def plan_graph(
         raise AutoparError(
             f"invalid time_limit={request.time_limit!r}: expected seconds above 0\nfix: as in time_limit=30"
         )
+    proposed = _proposed(graph, meshes[0].size, request, progress) if request.any_mesh and layout is None else None
+    if proposed is not None:
+        return proposed
     each = replace(request, time_limit=request.time_limit / len(meshes))
     ends = time.monotonic() + request.time_limit
     best: Plan | None = None
@@ -154,6 +161,37 @@ def plan_graph(
             return plan_graph(graph, meshes, smaller, request, progress)
         except (NoFeasiblePlan, LayoutError):
             raise closest from None  # it says more than the error with micro-batches
+    return best
+
+
+def _proposed(
+    graph: NamedGraph, devices: int, request: PlanRequest, progress: Callable[[Progress], None] | None
+) -> Plan | None:
+    """Return the best plan on any mesh, by its shapes; None if the model has no such shapes, or if none fits."""
+    began, cluster = time.monotonic(), request.cluster_value()
+    limit = request.limit_bytes(cluster, None)
+    options = request.options_on(Mesh("dp=1"))
+    search = ShapeSearch.of(graph, cluster, options, devices, limit, began + request.time_limit / 2)
+    best: Plan | None = None
+    for priced in () if search is None else search.promising():
+        assert search is not None, "it has shapes"
+        left = max(1.0, began + request.time_limit - time.monotonic())
+        mesh = Mesh(",".join(f"{axis}={size}" for axis, size in priced.shape.mesh.items()))
+        beat = math.inf if best is None else best.step_seconds
+        try:
+            if priced.shape.stages == 1:
+                count = priced.shape.count
+                layout = Layout((MicroBatches(count),)) if count > 1 else None
+                found = _in_micro_batches(graph, mesh, layout, request, progress, left, beat)
+            else:
+                solved = staged_plan(search, priced)
+                if solved is None:
+                    continue
+                found = _plan_of(graph, solved, mesh, cluster, limit)
+        except (NoFeasiblePlan, LayoutError):
+            continue
+        if best is None or found.step_seconds < best.step_seconds:
+            best = replace(found, within_layout=False)
     return best
 
 
@@ -288,6 +326,22 @@ def _on_mesh(
         error = error if given is None else _with_its_line(error, given, limit, cluster)
         is_usual = limit == PlanRequest().limit_bytes(cluster, None)
         raise _with_all_memory(error, cluster.device.memory_bytes) if is_usual else error from None
+    plan = _plan_of(graph, solved, mesh, cluster, limit, said, within)
+    if request.cache:
+        cache.keep(key, plan)
+    return plan
+
+
+def _plan_of(
+    graph: NamedGraph,
+    solved: SolvedPlan,
+    mesh: Mesh,
+    cluster: Cluster,
+    limit: int,
+    said: Layout | None = None,
+    within: bool = False,
+) -> Plan:
+    """Return the plan that the solver found, as its text says it."""
     decided = canonical(graph, solved.plan)
     if said is not None:
         check_contracts(said, graph, decided.assignment, lower_step(graph, decided).reshard_plan.inserted())
@@ -295,10 +349,8 @@ def _on_mesh(
     plan = Plan(graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within)
     if decided.assignment.pipelining is not None:
         # The stages that run follow from the text: which ops vary in time depends on all shardings.
-        again = step_plan(graph, plan.layout, propagate(graph, plan.layout, axes))
+        again = step_plan(graph, plan.layout, propagate(graph, plan.layout, mesh.whole))
         plan = replace(plan, decided=again.with_options(decided.options))
-    if request.cache:
-        cache.keep(key, plan)
     return plan
 
 
