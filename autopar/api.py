@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from autopar.plans.planners import LayoutPlanner, PlanFilePlanner, SearchPlanner
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.module import CallSettings, ParallelModule, Planner
 from autopar.runtime.sync.replica_group import ReplicaSetting, replica_devices
+from autopar.runtime.sync.torchft_mean import has_lighthouse, is_in_use, replica_group_of
 from autopar.sharding.layout.language import Layout, choose_layout, parse_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.options import Outputs, TrainingOptions
@@ -161,16 +162,31 @@ def parallelize(
         named_axes = found[0]
         if len(found) > 1:
             named_axes, searched = search_mesh(model, found, inputs, layout, dims, request, device)
-    devices = device_mesh(named_axes, device) if isinstance(mesh, str | Mesh) else mesh
-    # A layout file that one rank alone cannot read stops all of them.
-    planner, drift, dim = Agreement(devices).together(
-        lambda: _planner(layout, named_axes, dims, request, devices.device_type, searched)
+    planner, devices, replica = _places(
+        mesh, named_axes, device, lambda place: _planner(layout, named_axes, dims, request, place, searched)
     )
-    settings = CallSettings(options, compute_dtype)
+    return ParallelModule(model, devices, planner, CallSettings(options, compute_dtype), inputs, replica)
+
+
+def _places(
+    mesh: str | Mesh | DeviceMesh,
+    axes: Mesh,
+    device: str,
+    decide: Callable[[str], tuple[Planner, Drift | None, str]],
+) -> tuple[Planner, DeviceMesh, ReplicaSetting | None]:
+    """Return who decides, the device mesh of this rank's replica, and the replicas."""
+    if has_lighthouse():
+        planner, drift, dim = decide(device)
+        if drift is not None and is_in_use(drift):  # the other replicas are launches of their own
+            own = device_mesh(drift.replica_mesh, device)
+            return planner, own, ReplicaSetting(drift, replica_group_of(own, drift), own, dim)
+    devices = device_mesh(axes, device) if isinstance(mesh, str | Mesh) else mesh
+    # A layout file that one rank alone cannot read stops all of them.
+    planner, drift, dim = Agreement(devices).together(lambda: decide(devices.device_type))
     if drift is None:
-        return ParallelModule(model, devices, planner, settings, inputs)
+        return planner, devices, None
     own, group = replica_devices(devices, drift)
-    return ParallelModule(model, own, planner, settings, inputs, ReplicaSetting(drift, group, devices, dim))
+    return planner, own, ReplicaSetting(drift, group, devices, dim)
 
 
 def _planner(

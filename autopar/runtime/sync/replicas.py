@@ -27,6 +27,7 @@ from autopar.runtime.sync.push import PushMeeting
 from autopar.runtime.sync.replica_group import ReplicaGroup
 from autopar.runtime.sync.server import ServerMeeting
 from autopar.runtime.sync.shard_vector import ShardVector
+from autopar.runtime.sync.torchft_mean import TorchftMeeting
 from autopar.sharding.layout.drift import DriftStatement, print_drift
 from autopar.sharding.replicas import Drift
 
@@ -78,7 +79,10 @@ class Replicas:
             statement, vector = self.drift.statement, ShardVector(self._parameters)
             waits = statement.stale == 0 or statement.meeting == "server"
             kind = MEETINGS[statement.meeting] if waits else PushMeeting
-            self._meeting = kind(statement, vector, self.group)
+            if self.group.group is None:  # the other replicas are launches of their own
+                self._meeting = TorchftMeeting(statement, vector, self.group, self)
+            else:
+                self._meeting = kind(statement, vector, self.group)
         return self._meeting
 
     @property
@@ -104,6 +108,10 @@ class Replicas:
         Returns:
             The mean, each replica with the weight of its share of the batch at the latest meeting.
         """
+        if self.group.group is None:
+            raise AutoparError(
+                "replicas over torchft have no mean of values: some may be gone\nfix: print the loss of each"
+            )
         local: Any = value.detach()
         found: Tensor = (local.full_tensor() if isinstance(local, DTensor) else local) * self.weight
         dist.all_reduce(found, group=self.group.group)
@@ -173,6 +181,8 @@ class Replicas:
         self._begun = True
         common = self.meeting.common()
         self.meeting.begin()
+        if self.group.group is None:
+            return  # a replica that comes back has another start
         start = 0 if common is None else checksum(common)
         facts = torch.tensor([self.steps, self.meeting.vector.size, start % 2**62], device=self.meeting.vector.device)
         rows = self.group.gathered(facts)
