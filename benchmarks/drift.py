@@ -31,6 +31,7 @@ from examples.training import Characters
 
 RANKS = 4
 SLEEP = 0.05
+BATCH, SEQ = 16, 32
 METHODS = {
     "sync": "ddp(dp=pod)",
     "local SGD, every 16": "drift pod -> mean every 16; ddp",
@@ -78,79 +79,80 @@ def _print_rates(rates: Mapping[str, Mapping[str, float]]) -> None:
 def _rank(rank: int, steps: int, train: int, result: str) -> None:
     torch.set_num_threads(1)
     join_local_group(Path(result).with_name("meeting"), rank, RANKS)
-    rates: dict[str, dict[str, float]] = {}
-    for late in LATE if steps else ():
-        rates[late] = {name: _rate(layout, LATE[late], steps) for name, layout in METHODS.items()}
-    losses = {name: _loss(layout, train) for name, layout in METHODS.items()} if train else {}
+    rates: dict[str, dict[str, float]] = {late: {} for late in LATE if steps}
+    losses = {}
+    for name, layout in METHODS.items():
+        if steps:
+            trainee = _Trainee(layout)
+            for late, shares in LATE.items():
+                rates[late][name] = trainee.rate(shares[rank], steps)
+            trainee.finish()
+        if train:
+            losses[name] = _Trainee(layout).loss(train)
+        if rank == 0:
+            now = {late: round(row[name], 3) for late, row in rates.items()}
+            print(f"# {name}: steps/s {now}, loss {losses.get(name)}", flush=True)
     if rank == 0:
         Path(result).write_text(json.dumps({"rates": rates, "losses": losses}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _module(layout: str, d_model: int, seq: int, batch: int) -> ParallelModule:
-    torch.manual_seed(0)
-    model, inputs = gpt(layers=2, d_model=d_model, heads=4, vocab=Characters().vocab, seq=seq, batch=batch)
-    return autopar.parallelize(model, f"pod={RANKS}", inputs, layout=layout)
+class _Trainee:
+    """A small GPT on all ranks under one of the methods, with its own draws of data and sleeps."""
 
+    def __init__(self, layout: str) -> None:
+        torch.manual_seed(0)
+        self.text, self.drifts = Characters(), "drift" in layout
+        model, inputs = gpt(layers=2, d_model=32, heads=4, vocab=self.text.vocab, seq=SEQ, batch=BATCH)
+        self.module: ParallelModule = autopar.parallelize(model, f"pod={RANKS}", inputs, layout=layout)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=3e-3)
+        self.data = torch.Generator().manual_seed(1)
+        self.sleeps = torch.Generator().manual_seed(77 + dist.get_rank())
 
-def _drawn(text: Characters, batch: int, seq: int, draw: torch.Generator) -> dict[str, Any]:
-    starts = torch.randint(len(text.codes) - seq - 1, (batch, 1), generator=draw)
-    pieces = text.codes[starts + torch.arange(seq + 1)]
-    return {"ids": pieces[:, :-1].contiguous(), "targets": pieces[:, 1:].contiguous()}
+    def drawn(self, draw: torch.Generator) -> dict[str, Any]:
+        starts = torch.randint(len(self.text.codes) - SEQ - 1, (BATCH, 1), generator=draw)
+        pieces = self.text.codes[starts + torch.arange(SEQ + 1)]
+        return {"ids": pieces[:, :-1].contiguous(), "targets": pieces[:, 1:].contiguous()}
 
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.module(**self.drawn(self.data)).backward()
+        self.optimizer.step()
 
-def _rate(layout: str, late: tuple[float, ...], steps: int) -> float:
-    """Return the steps in a second of the ranks, on average."""
-    module, text = _module(layout, 32, 32, 16), Characters()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    data, sleeps = torch.Generator().manual_seed(1), torch.Generator().manual_seed(77 + dist.get_rank())
-    share = late[dist.get_rank()]
+    def rate(self, share: float, steps: int) -> float:
+        """Return the steps in a second of the ranks, on average; a rank is late in this share of its steps."""
+        self.step()  # servers start, buffers are made
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            time.sleep(SLEEP * (1 + (float(torch.rand((), generator=self.sleeps)) < share)))
+            self.step()
+        own = torch.tensor(steps / (time.perf_counter() - begun))
+        dist.all_reduce(own)
+        return float(own) / RANKS
 
-    def step() -> None:
-        optimizer.zero_grad()
-        module(**_drawn(text, 16, 32, data)).backward()
-        optimizer.step()
+    def loss(self, steps: int) -> tuple[float, float]:
+        """Return the loss of the mean of all replicas after training, and the bytes that a rank sent at meetings."""
+        for _ in range(steps):
+            self.step()
+        sent = self.module.replicas.sent_bytes if self.drifts else 0.0
+        self.finish()
+        for parameter in self.module.parameters():
+            mean: Any = parameter.detach()
+            local = mean.to_local()
+            dist.all_reduce(local)
+            local /= RANKS
+        draw, total = torch.Generator().manual_seed(99), torch.zeros(())
+        with torch.no_grad():
+            for _ in range(8):
+                total += self.module(**self.drawn(draw)) / 8
+        dist.all_reduce(total)
+        return float(total) / RANKS, sent
 
-    step()  # servers start, buffers are made
-    dist.barrier()
-    begun = time.perf_counter()
-    for _ in range(steps):
-        time.sleep(SLEEP * (1 + (float(torch.rand((), generator=sleeps)) < share)))
-        step()
-    own = torch.tensor(steps / (time.perf_counter() - begun))
-    _finish(module, layout)
-    dist.all_reduce(own)
-    return float(own) / RANKS
-
-
-def _loss(layout: str, steps: int) -> tuple[float, float]:
-    """Return the loss of the mean of all replicas after training, and the bytes that a rank sent at meetings."""
-    module, text = _module(layout, 64, 64, 16), Characters()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
-    data = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        module(**_drawn(text, 16, 64, data)).backward()
-        optimizer.step()
-    sent = module.replicas.sent_bytes if "drift" in layout else 0.0
-    _finish(module, layout)
-    for parameter in module.parameters():
-        mean: Any = parameter.detach()
-        local = mean.to_local()
-        dist.all_reduce(local)
-        local /= RANKS
-    draw, total = torch.Generator().manual_seed(99), torch.zeros(())
-    with torch.no_grad():
-        for _ in range(8):
-            total += module(**_drawn(text, 16, 64, draw)) / 8
-    dist.all_reduce(total)
-    return float(total) / RANKS, sent
-
-
-def _finish(module: ParallelModule, layout: str) -> None:
-    if "drift" in layout:
-        module.replicas.finish()
+    def finish(self) -> None:
+        if self.drifts:
+            self.module.replicas.finish()
 
 
 if __name__ == "__main__":
