@@ -4,7 +4,8 @@
     python -m benchmarks.drift --steps 100        # more steps for the first table
     python -m benchmarks.drift --train 0          # without the second one
 
-A step sleeps 50 ms, which stands for a device; a late rank sleeps 50 ms more. Steps in a second are the mean of the
+A step sleeps 50 ms, which stands for a device; a late rank sleeps as long again (`--sleep` on a busy machine, where
+a step of the processor takes longer). Steps in a second are the mean of the
 ranks, each over its own time, and shown as multiples of synchronous training under the same sleeps. The loss is that of
 the mean of all replicas, on fixed batches that none was trained on.
 """
@@ -30,7 +31,6 @@ from examples.gpt import gpt
 from examples.training import Characters
 
 RANKS = 4
-SLEEP = 0.05
 BATCH, SEQ = 16, 32
 METHODS = {
     "sync": "ddp(dp=pod)",
@@ -54,11 +54,12 @@ LATE = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="steps of each cell of the first table (default 40)")
+    parser.add_argument("--sleep", type=float, default=0.05, help="seconds of a step, and of its delay (default 0.05)")
     parser.add_argument("--train", type=int, default=300, help="steps before the loss (default 300)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "found.json")
-        spawn(_rank, (options.steps, options.train, str(result)), nprocs=RANKS)
+        spawn(_rank, (options.steps, options.sleep, options.train, str(result)), nprocs=RANKS)
         found = json.loads(result.read_text())
     if options.steps:
         print(f"steps in a second ÷ those of sync, {options.steps} steps; sync itself in steps/s")
@@ -76,7 +77,7 @@ def _print_rates(rates: Mapping[str, Mapping[str, float]]) -> None:
         print(f"  {late:30}" + "".join(f"{cell:>21}" for cell in cells))
 
 
-def _rank(rank: int, steps: int, train: int, result: str) -> None:
+def _rank(rank: int, steps: int, sleep: float, train: int, result: str) -> None:
     torch.set_num_threads(1)
     join_local_group(Path(result).with_name("meeting"), rank, RANKS)
     rates: dict[str, dict[str, float]] = {late: {} for late in LATE if steps}
@@ -85,7 +86,7 @@ def _rank(rank: int, steps: int, train: int, result: str) -> None:
         if steps:
             trainee = _Trainee(layout)
             for late, shares in LATE.items():
-                rates[late][name] = trainee.rate(shares[rank], steps)
+                rates[late][name] = trainee.rate(shares[rank], steps, sleep)
             trainee.finish()
         if train:
             losses[name] = _Trainee(layout).loss(train)
@@ -120,13 +121,13 @@ class _Trainee:
         self.module(**self.drawn(self.data)).backward()
         self.optimizer.step()
 
-    def rate(self, share: float, steps: int) -> float:
+    def rate(self, share: float, steps: int, sleep: float) -> float:
         """Return the steps in a second of the ranks, on average; a rank is late in this share of its steps."""
         self.step()  # servers start, buffers are made
         dist.barrier()
         begun = time.perf_counter()
         for _ in range(steps):
-            time.sleep(SLEEP * (1 + (float(torch.rand((), generator=self.sleeps)) < share)))
+            time.sleep(sleep * (1 + (float(torch.rand((), generator=self.sleeps)) < share)))
             self.step()
         own = torch.tensor(steps / (time.perf_counter() - begun))
         dist.all_reduce(own)
