@@ -27,7 +27,7 @@ help:
 
 demo: $(INSTALLED)
 	@echo "== Llama-3-8B on 64 H100, without its weights"
-	$(BIN)/autopar plan examples/llama3_8b.py:llama3_8b --set loss=True --mesh dp=8,tp=8 --cluster h100 --memory 70GiB
+	$(BIN)/autopar plan examples/llama3_8b.py:llama3_8b --set loss=True --mesh dp=8,tp=8 --cluster h100 --memory 70GiB --precision bf16
 	@echo; echo "== a small GPT on 4 processes of this machine, and on one"
 	$(BIN)/autopar verify examples/gpt.py:gpt --mesh dp=2,tp=2 --layout megatron
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost.hardware.cluster import Cluster
-from autopar.errors import AutoparError
+from autopar.ir.precision import OWN, Precision, parse_precision
 from autopar.lowering.collectives.process_groups import device_mesh, device_type_of
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, check_outputs, plan_graph
@@ -20,7 +20,7 @@ from autopar.plans.open_mesh import close_mesh, meshes_of, named_mesh, search_me
 from autopar.plans.plan import Plan
 from autopar.plans.planners import LayoutPlanner, PlanFilePlanner, SearchPlanner, has_holes
 from autopar.runtime.agreement import Agreement
-from autopar.runtime.module import CallSettings, ParallelModule, Planner
+from autopar.runtime.module import ParallelModule, Planner
 from autopar.runtime.sync.replica_group import ReplicaSetting, replica_devices
 from autopar.runtime.sync.torchft_mean import has_lighthouse, is_in_use, replica_group_of
 from autopar.sharding.layout.language import Layout, choose_layout, parse_layout
@@ -42,6 +42,7 @@ def plan(
     memory: str | float | None = None,
     dims: Mapping[str, str] | None = None,
     optimizer: str = "adamw",
+    precision: str | Precision | None = None,
     outputs: Outputs = "sharded",
     local_inputs: bool = False,
     time_limit: float = 30,
@@ -61,6 +62,9 @@ def plan(
         memory: the limit per device, `"70GiB"`, `"90%"` or bytes; by default 90 % of the device's memory.
         dims: names for dims of inputs, parameters and buffers, by name or pattern.
         optimizer: the optimizer whose states count as memory.
+        precision: dtypes of compute, weights, optimizer states and gradient sums: `"fp32"`, `"bf16"` (with float32
+            weights, states and sums), `"bf16-pure"`, `"fp16"`, `"fp64"`, or one of them with fields that differ,
+            `"bf16, reduce=bf16"`; by default the dtypes of the model.
         outputs: form of the results, as in `parallelize`.
         local_inputs: the inputs of a step are the shards of each rank.
         time_limit: seconds of search.
@@ -83,11 +87,11 @@ def plan(
     (True, True)
     """
     check_outputs(outputs)
-    options = TrainingOptions(outputs, local_inputs, optimizer)
+    options = TrainingOptions(outputs, local_inputs, optimizer, precision=parse_precision(precision))
     request = PlanRequest(cluster, memory, options, time_limit, cache, any_mesh=mesh == "?")
     meshes = meshes_of(mesh, devices)
     chosen = layout.layout if isinstance(layout, Plan) else layout
-    return plan_graph(trace(model, inputs, dims=dims), meshes, chosen, request)
+    return plan_graph(trace(model, inputs, dims=dims, precision=options.precision), meshes, chosen, request)
 
 
 def parallelize(
@@ -100,10 +104,9 @@ def parallelize(
     memory: str | float | None = None,
     dims: Mapping[str, str] | None = None,
     optimizer: str = "adamw",
+    precision: str | Precision | None = None,
     outputs: Outputs = "sharded",
     local_inputs: bool = False,
-    compute_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
     time_limit: float = 30,
 ) -> ParallelModule:
     """Return the model as a module that runs on all devices of a mesh.
@@ -122,12 +125,12 @@ def parallelize(
         memory: the limit per device.
         dims: names for dims of inputs, parameters and buffers, by name or pattern.
         optimizer: the optimizer whose states count as memory.
+        precision: dtypes of compute, weights, optimizer states and gradient sums, as in `autopar.plan`; by default
+            those of the plan, else of the model. Parameters are stored in the dtype of the weights.
         outputs: `"sharded"` returns tensors as DTensors, `"full"` gathers them, `"local"` returns the shards of this
             rank and averages gradients over the shards as DDP does, `"local_sum"` adds gradients up. Scalars are whole.
             `"loss"` returns scalars alone and None for all else, so that no logits of all micro-batches are kept.
         local_inputs: the inputs are the shards of this rank already.
-        compute_dtype: dtype of parameters and inputs in the forward and backward; the optimizer sees them unchanged.
-        reduce_dtype: dtype that gradients are added up in; by default the dtype of their parameter.
         time_limit: seconds of search.
 
     Returns:
@@ -147,12 +150,8 @@ def parallelize(
     """
     check_plain(model)
     check_outputs(outputs)
-    for argument, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
-        if dtype is not None and not getattr(dtype, "is_floating_point", False):
-            raise AutoparError(f"{argument}={dtype!r} is no floating point dtype\nfix: {argument}=torch.bfloat16, say")
-    # With a compute dtype the optimizer keeps the dtype of the parameters as they are now.
-    stored = next((parameter.dtype for parameter in model.parameters()), None) if compute_dtype is not None else None
-    options = TrainingOptions(outputs, local_inputs, optimizer, master_dtype=stored, gradient_dtype=reduce_dtype)
+    said = None if precision is None else parse_precision(precision)
+    options = TrainingOptions(outputs, local_inputs, optimizer, precision=said or OWN)
     request = PlanRequest(cluster, memory, options, time_limit)
     # A DeviceMesh becomes a Mesh of the same names and sizes.
     named_axes, searched = named_mesh(mesh), None
@@ -165,7 +164,9 @@ def parallelize(
     planner, devices, replica = _places(
         mesh, named_axes, device, lambda place: _planner(layout, named_axes, dims, request, place, searched)
     )
-    return ParallelModule(model, devices, planner, CallSettings(options, compute_dtype), inputs, replica)
+    if isinstance(planner, PlanFilePlanner) and said is None:
+        options = replace(options, precision=planner.precision)
+    return ParallelModule(model, devices, planner, options, inputs, replica)
 
 
 def _places(

@@ -144,9 +144,9 @@ def _parameters(graph: NamedGraph, plan: StepPlan) -> BucketedParameters:
     return BucketedParameters(
         {
             tensor.name: ParameterHandling(
-                plan.options.master_dtype or tensor.dtype,
+                plan.options.precision.stored(tensor.dtype),
                 tensor.dtype,
-                plan.options.gradient_dtype or plan.options.master_dtype or tensor.dtype,
+                plan.options.precision.reduced(tensor.dtype),
                 tensor.name in plan.defer_reduction,
                 tensor.name in plan.regather,
                 tensor.name in plan.keep_gathered,
@@ -213,8 +213,8 @@ def _values(
         if tensor.kind != "input" or plan.options.local_inputs:
             atoms = atoms_of(tensor)
             shape = atoms.fold(plan.assignment.stored[tensor.name].local_sizes(atoms, plan.axes, coordinate))
-        master = plan.options.master_dtype if tensor.kind == "param" else None
-        value = torch.zeros(shape, dtype=master or tensor.dtype)
+        stored = plan.options.precision.stored(tensor.dtype) if tensor.kind == "param" else tensor.dtype
+        value = torch.zeros(shape, dtype=stored)
         if tensor.kind == "param":
             value = nn.Parameter(value, placeholder.requires_grad)
             parameters.append(value)

@@ -3,7 +3,7 @@
     python -m benchmarks.trained                 # all runs: minutes of processor time each
     python -m benchmarks.trained 405b-8192
 
-Weights and compute are bfloat16; the optimizer updates float32 masters, and gradients add up in float32. The model is
+The precision is `bf16`: the optimizer updates float32 masters, and gradients add up in float32. The model is
 the Llama of transformers, which keeps more activations than the fused one of the published run. FLOPs of the model are
 6 for each parameter and token outside the input table, and those of causal attention. The published numbers of
 Llama-3-405B are from table 4 of "The Llama 3 Herd of Models" (arXiv 2407.21783). The seconds are the processor's.
@@ -17,10 +17,9 @@ import warnings
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
 import autopar
 from autopar.errors import AutoparWarning
+from autopar.ir.precision import PRESETS
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.sharding.options import TrainingOptions
@@ -54,13 +53,11 @@ RUNS = {
 
 
 def measure(name: str, run: Run, cluster: str, limit: float) -> None:
-    torch.set_default_dtype(torch.bfloat16)
     model, inputs = llama3_8b(run.layers, run.batch, SEQ, loss=True, **run.shape)
-    torch.set_default_dtype(torch.float32)
+    options = TrainingOptions("loss", precision=PRESETS["bf16"])
     began = time.process_time()
-    graph = autopar.trace(model, inputs)
+    graph = autopar.trace(model, inputs, precision=options.precision)
     traced = time.process_time()
-    options = TrainingOptions("loss", master_dtype=torch.float32, gradient_dtype=torch.float32)
     request = PlanRequest(cluster, options=options, time_limit=limit, cache=False)
     plan = plan_graph(graph, (Mesh(run.mesh),), run.layout, request)
     found = time.process_time()

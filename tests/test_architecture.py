@@ -34,6 +34,7 @@ LATE_IMPORTS = {
     "__init__.py": "public names load when they are used",
     "cli/": "torch takes seconds to import; help and errors do not wait for it",
     "mesh.py": "a mesh is checked before torch is loaded",
+    "ir/precision.py": "a precision is checked before torch is loaded",
     "solver/search/lagrangian.py": "ortools takes a second and small models do without",
 }
 """Files and folders that import in functions or for types alone, with the reason."""

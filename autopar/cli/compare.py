@@ -17,6 +17,7 @@ from autopar.cli.plan_arguments import (
     meshes,
     read_plan,
     request_of,
+    target_of,
     trace_target,
 )
 from autopar.errors import AutoparError, LayoutError
@@ -99,14 +100,13 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan 
     from autopar.plans.find import plan_under_layout, request_like
 
     saved = [word for word in words if is_plan(word)]
-    first = None
+    first, request = None, request_of(arguments)
     graph: NamedGraph | None = None
-    if arguments.target_of_plan is not None:
-        request_of(arguments)
-        graph = trace_target(arguments, arguments.target_of_plan)
     if saved:
-        first = read_plan(arguments, saved[0], graph)
+        first = read_plan(arguments, saved[0])
         graph = first.graph
+    elif arguments.target_of_plan is not None:
+        graph = trace_target(arguments, arguments.target_of_plan)
     if graph is None or (first is None and arguments.mesh is None):
         raise AutoparError(
             "no model or no mesh: expected both\nfix: --target file.py:function --mesh dp=2,tp=4, or name a plan's file"
@@ -114,16 +114,18 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan 
     found: dict[str, Plan | str] = {}
     mesh = meshes(arguments)[0] if arguments.mesh is not None else first.mesh if first is not None else None
     assert mesh is not None
-    request = request_of(arguments)
     if first is not None:  # the others take its request, changed by the options of this call
         given = {word: value for word, value in vars(arguments).items() if value is not None}
-        options = {word: given[word] for word in ("optimizer", "outputs") if word in given}
+        named = (word for word in ("optimizer", "outputs", "precision") if word in given)
+        options = {word: getattr(request.options, word) for word in named}
         places = {word: given[word] for word in ("cluster", "memory") if word in given}
         request = request_like(first)
         request = replace(request, **places, options=replace(request.options, **options))
+        if request.options.precision != first.decided.options.precision and len(saved) < len(words):
+            graph = trace_target(arguments, target_of(arguments, saved[0]), request.options.precision)
     for word in words:
         if word in saved:
-            found[word] = first if first is not None and word == saved[0] else read_plan(arguments, word, graph)
+            found[word] = first if first is not None and word == saved[0] else read_plan(arguments, word, first)
         else:
             try:
                 found[word] = plan_under_layout(graph, mesh, word, request, word)

@@ -7,18 +7,20 @@ import shlex
 import sys
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.cli.target import check_target, load_target, parse_dims, parse_settings
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.files import check_writable
+from autopar.ir.precision import Precision, parse_precision
 from autopar.mesh import Mesh, SubMesh
 from autopar.sharding.layout.language import choose_layout, parse_memory
 
 __all__ = [
     "INFEASIBLE",
+    "PRECISION",
     "ProgressLine",
     "add_plan",
     "add_request",
@@ -31,6 +33,7 @@ __all__ = [
     "meshes",
     "read_plan",
     "request_of",
+    "target_of",
     "target_text",
     "trace_target",
 ]
@@ -40,10 +43,15 @@ if TYPE_CHECKING:
     from autopar.ir.graph import NamedGraph
     from autopar.mesh import Mesh
     from autopar.plans.find import PlanRequest
+    from autopar.plans.header import Header
     from autopar.plans.plan import Plan
     from autopar.solver import Progress
 
 
+PRECISION = (
+    "fp32, bf16 (float32 weights, optimizer states and gradient sums), bf16-pure, fp16, fp64; or with fields, "
+    "'bf16, reduce=bf16' (default: the dtypes of the model)"
+)
 # Codes of layouts that are infeasible (exit code 1); other codes are mistakes in the layout (2).
 INFEASIBLE = ("E3", "E4", "E5", "E6", "E7")
 
@@ -94,6 +102,7 @@ def add_request(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
         "--memory", metavar="SIZE", help="memory limit per device, as in 70GiB or 100%% (default: 90%%)"
     )
     parser.add_argument("--optimizer", metavar="NAME", help="optimizer whose states count as memory (default: adamw)")
+    parser.add_argument("--precision", metavar="NAME", help=PRECISION)
     parser.add_argument(
         "--outputs",
         choices=("sharded", "full", "local", "local_sum", "loss"),
@@ -109,7 +118,11 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     request = PlanRequest(
         arguments.cluster,
         arguments.memory,
-        TrainingOptions(outputs=arguments.outputs or "sharded", optimizer=arguments.optimizer or "adamw"),
+        TrainingOptions(
+            outputs=arguments.outputs or "sharded",
+            optimizer=arguments.optimizer or "adamw",
+            precision=parse_precision(arguments.precision),
+        ),
         time_limit=getattr(arguments, "time_limit", 30.0),
         cache=not getattr(arguments, "no_cache", False),
         any_mesh=getattr(arguments, "mesh", None) == "?",
@@ -135,19 +148,21 @@ def target_text(arguments: argparse.Namespace) -> str:
     return shlex.join([arguments.target, *changes])
 
 
-def trace_target(arguments: argparse.Namespace, target: str | None = None) -> NamedGraph:
+def trace_target(
+    arguments: argparse.Namespace, target: str | None = None, precision: Precision | None = None
+) -> NamedGraph:
     """Return the graph of TARGET; `target` is the text of a plan's head."""
-    name, changes = (arguments.target, []) if target is None else _target_of(target)
+    name, changes = (arguments.target, []) if target is None else _words_of(target)
     said = {flag: [word for other, word in changes if other == flag] for flag in ("--set", "--dims")}
     settings = parse_settings(arguments.set or said["--set"])
     dims = parse_dims(arguments.dims or said["--dims"])
     model, inputs = load_target(name, settings)
     from autopar.tracing.trace import trace
 
-    return trace(model, inputs, dims=dims)
+    return trace(model, inputs, dims=dims, precision=arguments.precision if precision is None else precision)
 
 
-def _target_of(text: str) -> tuple[str, list[tuple[str, str]]]:
+def _words_of(text: str) -> tuple[str, list[tuple[str, str]]]:
     """Return a TARGET and the options that change its model."""
     try:
         name, *words = shlex.split(text)
@@ -173,6 +188,11 @@ def load_or_plan(arguments: argparse.Namespace, progress: ProgressLine | None = 
     from autopar.plans.find import plan_graph, plan_under_layout
 
     if is_plan(arguments.plan):
+        if arguments.precision is not None:
+            raise AutoparError(
+                f"--precision {arguments.precision}: {arguments.plan} is a plan, which has a precision of its own\n"
+                "fix: leave it out, or name a TARGET and plan again"
+            )
         return read_plan(arguments, arguments.plan)
     if arguments.mesh is None:
         raise AutoparError(
@@ -185,7 +205,7 @@ def load_or_plan(arguments: argparse.Namespace, progress: ProgressLine | None = 
     return plan_graph(graph, possible, None, request, progress)
 
 
-def header_of(path: str, text: str) -> Any:
+def header_of(path: str, text: str) -> Header:
     """Return the head of a plan's file."""
     from autopar.plans.header import read_header
 
@@ -212,21 +232,31 @@ def is_plan(word: str) -> bool:
     return read_text(word).startswith("# autopar plan")
 
 
-def read_plan(arguments: argparse.Namespace, path: str, graph: NamedGraph | None = None) -> Plan:
-    """Return the plan of a file, for the given TARGET or the one in its head if the user trusts it."""
+def read_plan(arguments: argparse.Namespace, path: str, like: Plan | None = None) -> Plan:
+    """Return the plan of a file, for the given TARGET or the one in its head if the user trusts it.
+
+    A plan `like` it, of the same precision, shares its graph.
+    """
     from autopar.plans.plan import Plan
     from autopar.sharding.layout.source import read_text
 
     text = read_text(path)
-    if graph is None:
-        graph = trace_target(arguments, arguments.target_of_plan or _trusted_target(arguments, path, text))
+    precision = header_of(path, text).options.precision
+    if like is not None and like.decided.options.precision == precision:
+        graph = like.graph
+    else:
+        graph = trace_target(arguments, target_of(arguments, path), precision)
     return Plan.read(text, graph, path, getattr(arguments, "cluster", None))
 
 
-def _trusted_target(arguments: argparse.Namespace, path: str, text: str) -> str:
-    """Return the TARGET of a plan's head. Tracing runs it, and a head can name any function of any module."""
-    from autopar.sharding.layout.source import SourceSpan, excerpts
+def target_of(arguments: argparse.Namespace, path: str) -> str:
+    """Return the TARGET of a plan's file: that of the options, or of its head if the user trusts it."""
+    # Tracing runs the TARGET, and a head can name any function of any module.
+    from autopar.sharding.layout.source import SourceSpan, excerpts, read_text
 
+    if arguments.target_of_plan is not None:
+        return str(arguments.target_of_plan)
+    text = read_text(path)
     header = header_of(path, text)
     if not header.target:
         raise AutoparError(f"{path} does not say which model it is for\nfix: --target file.py:function")
@@ -285,6 +315,8 @@ def check_words(arguments: argparse.Namespace) -> None:
         parse_memory(said["memory"])
     if said.get("optimizer") is not None:
         optimizer_of(said["optimizer"])
+    if said.get("precision") is not None:
+        parse_precision(said["precision"])
     limit = said.get("time_limit")
     if limit is not None and not 0 < limit < inf:
         raise AutoparError(f"--time-limit {limit:g}: expected a number of seconds above 0")

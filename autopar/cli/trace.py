@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.cli.json_output import add_json, print_data
 from autopar.cli.parser import HelpText
-from autopar.cli.plan_arguments import add_target
+from autopar.cli.plan_arguments import PRECISION, add_target
 from autopar.cli.target import load_target, parse_dims, parse_settings
 
 __all__ = ["add_parser"]
@@ -36,6 +36,7 @@ def add_parser(subparsers: Any) -> None:
         "--train", action="store_true", help="trace in train mode (default: as the function returns the model)"
     )
     mode.add_argument("--eval", action="store_true", help="trace in eval mode")
+    parser.add_argument("--precision", metavar="NAME", help=PRECISION)
     add_json(parser, "trace")
     parser.set_defaults(run=run)
 
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.train or arguments.eval:
         model.train(arguments.train)
-    graph = trace(model, inputs, dims=dims)
+    graph = trace(model, inputs, dims=dims, precision=arguments.precision)
     if arguments.json:
         print_data("trace", graph.to_json())
     else:

@@ -12,6 +12,7 @@ from autopar.cli.parser import HelpText
 from autopar.cli.plan_arguments import add_target
 from autopar.cli.target import parse_dims, parse_settings
 from autopar.errors import AutoparError, MeshError
+from autopar.ir.precision import parse_precision
 from autopar.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ EXAMPLES = """examples:
 Exit codes: 0 they agree, 1 they do not, 2 the command was wrong.
 """
 SHOWN = 5
+TOLERANCE = 1e-5
+# Sums of other order round otherwise: eight times the distance of two neighbouring numbers.
+HALF = {"bf16": 8 * 2.0**-7, "fp16": 8 * 2.0**-10}
 # Each process loads torch and a part of the model: a thousand would exhaust the machine.
 MOST_PROCESSES = 128
 
@@ -44,10 +48,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--mesh", required=True, metavar="AXES", help="as in dp=2,tp=2: a process for each rank")
     parser.add_argument("--layout", metavar="LAYOUT", help="a layout file, a strategy's name, or the text of a layout")
     parser.add_argument(
-        "--dtype",
-        choices=["float64", "float32", "own"],
-        default="float64",
-        help="dtype of the computation; own: that of the model (default: float64, so that only mistakes differ)",
+        "--precision",
+        metavar="NAME",
+        default="fp64",
+        help="as in autopar plan; one process computes in the same dtypes (default: fp64, so that only mistakes "
+        "differ; own: the dtypes of the model)",
     )
     parser.add_argument(
         "--device",
@@ -55,7 +60,11 @@ def add_parser(subparsers: Any) -> None:
         default="cpu",
         help="where the processes run; cuda: a GPU for each, over NCCL (default: cpu, over Gloo)",
     )
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="allowed relative difference (default: 1e-5)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help=f"allowed relative difference (default: {TOLERANCE:g}; bf16: {HALF['bf16']:g}; fp16: {HALF['fp16']:g})",
+    )
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for all of it (default: 600)")
     parser.add_argument(
         "--as-initialised",
@@ -78,6 +87,14 @@ def run(arguments: argparse.Namespace) -> int:
             f"--mesh {arguments.mesh} is {mesh.size} processes on this machine, more than {MOST_PROCESSES}\n"
             "fix: verify on a smaller mesh with the same axes; what the ranks do is the same"
         )
+    precision = parse_precision(arguments.precision)
+    if precision.linears:
+        raise AutoparError(
+            f"--precision {arguments.precision}: one process multiplies in bf16, so float8 would differ\n"
+            "fix: --precision bf16, which verifies the same plan"
+        )
+    if arguments.tolerance is None:
+        arguments.tolerance = HALF.get(precision.compute, TOLERANCE)
     if not 0 <= arguments.tolerance < inf:
         raise AutoparError(f"--tolerance {arguments.tolerance:g}: expected a number from 0 up\nfix: as in 1e-5")
     if not 0 < arguments.timeout < inf:
@@ -90,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         str(mesh),
         layout,
         parse_dims(arguments.dims),
-        None if arguments.dtype == "own" else arguments.dtype,
+        str(precision),
         arguments.device,
         not arguments.as_initialised,
     )
@@ -133,7 +150,7 @@ def _plain(arguments: argparse.Namespace, found: Verification, agree: bool) -> d
         "target": arguments.target,
         "mesh": arguments.mesh,
         "layout": arguments.layout,
-        "dtype": arguments.dtype,
+        "precision": arguments.precision,
         "tolerance": arguments.tolerance,
         "agree": agree,
         "collectives": found.collectives,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError, VerifyError
+from autopar.ir.precision import Precision, parse_precision
 
 __all__ = ["Difference", "Verification", "differences", "results_of", "verify"]
 
@@ -68,7 +69,7 @@ class VerifyTask:
     mesh: str
     layout: str | None
     dims: Mapping[str, str]
-    dtype: str | None
+    precision: str
     device: str = "cpu"
     # True: parameters that are zero get small random values first.
     perturbed: bool = True
@@ -188,16 +189,17 @@ def _verify_here(task: VerifyTask, rank: int, meeting: Path) -> Verification:
     # Every rank builds the same model: initial weights come from one seed.
     torch.manual_seed(0)
     model, inputs = load_target(task.target, task.settings)
-    dtype = None if task.dtype is None else getattr(torch, task.dtype)
+    precision = parse_precision(task.precision)
     if task.device == "cuda":
         torch.cuda.set_device(rank)
-    model, inputs = _moved(model, inputs, dtype, torch.device(task.device))
+    model, inputs = _moved(model, inputs, precision, torch.device(task.device))
     if task.perturbed:
         perturb(model)
-    expected = _alone(copy.deepcopy(model), inputs, task.dtype) if rank == 0 else {}
+    expected = _alone(copy.deepcopy(model), inputs, precision) if rank == 0 else {}
     backend = "nccl" if task.device == "cuda" else "gloo"
     join_local_group(meeting, rank, int(os.environ["WORLD_SIZE"]), backend)
-    parallel = parallelize(model, task.mesh, inputs, layout=task.layout, dims=task.dims or None, outputs="full")
+    dims = task.dims or None
+    parallel = parallelize(model, task.mesh, inputs, layout=task.layout, dims=dims, precision=precision, outputs="full")
     torch.manual_seed(2)  # the first rank has drawn more than the others
     with parallel.exact_randomness():
         found = results_of(parallel, inputs)
@@ -223,20 +225,25 @@ def perturb(model: Any) -> None:
                 parameter.copy_(PERTURBED_BY * drawn)
 
 
-def _alone(model: Any, inputs: Any, dtype: str | None) -> Results:
-    """Return the results of the model alone; it may not support the requested dtype."""
+def _alone(model: Any, inputs: Any, precision: Precision) -> Results:
+    """Return the results of the model alone, in the dtype of the compute, which it may not support."""
+    dtype = precision.compute_dtype
+    for parameter in model.parameters():
+        if dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     try:
         return results_of(model, inputs)
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         raise VerifyError(
             f"{type(model).__name__} by itself, in {dtype or 'its own dtype'}: {type(error).__name__}: {said}\n"
-            "fix: --dtype float32 or --dtype own, if the model does not run in another one; else the target"
+            "fix: --precision fp32 or --precision own, if the model does not run in another one; else the target"
         ) from error
 
 
-def _moved(model: Any, inputs: Any, dtype: Any, device: Any) -> tuple[Any, Any]:
-    """Return the model and its inputs on a device and in a floating dtype; None keeps their own."""
+def _moved(model: Any, inputs: Any, precision: Precision, device: Any) -> tuple[Any, Any]:
+    """Return the model on a device in the dtype of its weights, and its inputs in that of the compute."""
+    import torch
     from torch import Tensor
     from torch.utils._pytree import tree_map
 
@@ -250,9 +257,10 @@ def _moved(model: Any, inputs: Any, dtype: Any, device: Any) -> tuple[Any, Any]:
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(device, dtype if value.is_floating_point() else None)
+        return value.to(device, precision.compute_dtype if value.is_floating_point() else None)
 
-    return model.to(device, dtype), tree_map(moved, inputs)
+    stored = precision.stored(torch.float32) if precision.compute else None
+    return model.to(device, stored), tree_map(moved, inputs)
 
 
 def results_of(model: Any, inputs: Any) -> dict[str, Any]:

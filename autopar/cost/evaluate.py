@@ -240,8 +240,8 @@ def _sums(every: Sequence[Profile], lowered: LoweredStep, cluster: Cluster) -> _
     values = (task for task in (*forward, *backward) if task.sends and not task.overlapped)
     return _StepSums(
         ComputeCosts(
-            count * _compute_seconds(forward, "forward"),
-            count * _compute_seconds(backward, "backward"),
+            _compute_seconds(forward, "forward", count),
+            _compute_seconds(backward, "backward", count),
             count * sum(task.seconds for task in again),
             sum(task.seconds for one in every for task in one.optimizer),
         ),
@@ -255,11 +255,11 @@ def part_times(found: Profile, cluster: Cluster) -> PartTimes:
     """Return the times of one part of a pipeline."""
     overlap, each, once = OverlapCost.of(cluster), [], []
     for tasks in (found.forward, found.backward):
-        alone = sum(task.seconds for task in tasks if not task.overlapped)
-        room = sum(task.seconds for task in tasks if task.kind == "compute")
+        alone = sum(task.seconds for task in tasks if not task.overlapped and not task.once)
+        room = sum(task.seconds for task in tasks if task.kind == "compute" and not task.once)
         beside = sum(task.seconds for task in tasks if task.overlapped and not task.once)
         each.append(alone + overlap.seconds(beside, room))
-        once.append(sum(task.seconds for task in tasks if task.overlapped and task.once))
+        once.append(sum(task.seconds for task in tasks if task.once))
     # The host launches the kernels of both directions one by one.
     share = 1.0 + waiting_seconds(found) / (sum(each) or 1.0)
     late = sum(task.seconds for task in found.backward if task.is_late)
@@ -272,7 +272,7 @@ def exposed_seconds(found: Profile, lowered: LoweredStep, cluster: Cluster) -> f
     total, overlap = 0.0, OverlapCost.of(cluster)
     micro_batches = lowered.plan.options.micro_batches
     for tasks in (found.forward, found.backward):
-        room = sum(task.seconds for task in tasks if task.kind == "compute")
+        room = sum(task.seconds for task in tasks if task.kind == "compute" and not task.once)
         each = sum(task.seconds for task in tasks if task.overlapped and not task.once)
         once = sum(task.seconds for task in tasks if task.overlapped and task.once)
         if lowered.call is not None:
@@ -287,15 +287,15 @@ def exposed_seconds(found: Profile, lowered: LoweredStep, cluster: Cluster) -> f
 
 def waiting_seconds(found: Profile) -> float:
     """Return how long the device waits for kernel launches in one micro-batch."""
-    tasks = (*found.forward, *found.backward)
-    host = sum(task.host_seconds for task in tasks if not task.once)
+    tasks = [task for task in (*found.forward, *found.backward) if not task.once]
+    host = sum(task.host_seconds for task in tasks)
     return max(0.0, host - sum(task.seconds for task in tasks if not task.overlapped))
 
 
-def _compute_seconds(tasks: Iterable[Task], direction: str) -> float:
-    """Return the seconds of compute, and of the local copies of reshards."""
-    own = (task for task in tasks if task.direction == direction and not task.overlapped)
-    return sum(task.seconds for task in own if not task.sends)
+def _compute_seconds(tasks: Iterable[Task], direction: str, micro_batches: int) -> float:
+    """Return the seconds of compute in a step, and of the local copies of reshards."""
+    own = (task for task in tasks if task.direction == direction and not task.overlapped and not task.sends)
+    return sum(task.seconds * (1 if task.once else micro_batches) for task in own)
 
 
 def _communication(every: Sequence[Profile], micro_batches: int) -> tuple[CommunicationCosts, ...]:

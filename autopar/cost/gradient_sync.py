@@ -76,7 +76,7 @@ def meeting_costs(
 def _parameter_bytes(graph: NamedGraph, plan: StepPlan) -> float:
     """Return the bytes of the trained parameters of the rank with most, as meetings add them up."""
     trained = [tensor for tensor in graph.parameters if tensor.requires_grad]
-    dtypes = {tensor.dtype for tensor in trained} | {plan.options.master_dtype}
+    dtypes = {plan.options.precision.stored(tensor.dtype) for tensor in trained}
     itemsize = 8 if torch.float64 in dtypes else 4
     stages: dict[int | None, float] = {}
     for tensor in trained:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.cost.compute.op_time import local_bytes
+from autopar.ir.analysis.float8_linears import in_float8
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import StepPlan
@@ -249,7 +250,10 @@ class LoweredStep:
     @cached_property
     def late_weights(self) -> Mapping[str, tuple[str, ...]]:
         """Return the products that put off the gradients of their weights, with the operands of these."""
-        return late_weights(self.graph, self.plan.assignment)
+        found, precision = late_weights(self.graph, self.plan.assignment), self.plan.options.precision
+        # Linears in float8 compute both gradients at once.
+        at_once = {node.name for node in self.graph.nodes if in_float8(node, self.graph.tensors, precision)}
+        return {name: operands for name, operands in found.items() if name not in at_once}
 
     @cached_property
     def reading(self) -> frozenset[str]:

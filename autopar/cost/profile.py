@@ -21,13 +21,17 @@ from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.network import Network
+from autopar.cost.reshard_costs import ReshardCosts
+from autopar.ir.analysis.float8_linears import in_float8
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import OWN, Precision
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment, Pipelining
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.choices import Choice
-from autopar.sharding.reshard.reshard import StepKind, StepSize
+from autopar.sharding.options import sum_dtype
+from autopar.sharding.reshard.reshard import StepSize
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
 from autopar.sharding.sharding import Sharding
 
@@ -59,62 +63,6 @@ class Task(NamedTuple):
         return self.kind not in ("compute", "copy")
 
 
-# -- reshards ------------------------------------------------------------------------------------------------------
-
-
-class StepCost(NamedTuple):
-    """Cost of one step of a reshard: bytes, seconds on the device, seconds of the host to launch it."""
-
-    step: StepSize
-    bytes: float
-    seconds: float
-    host_seconds: float
-
-
-@dataclass(frozen=True)
-class ReshardCosts:
-    """Costs of reshard steps on one mesh of one cluster."""
-
-    network: Network
-    # Host seconds to launch one kernel of the program.
-    launch_seconds: float
-
-    def value_steps(self, steps: Sequence[StepSize], itemsize: float, share: float = 1.0) -> list[StepCost]:
-        """Return the cost of each step of a value's reshard; ops wait for all of them.
-
-        `share` is the value's part of an all-reduce that adds up several small tensors.
-        """
-        found = []
-        for step in steps:
-            if step.local:
-                # A copy reads and writes the larger of both shards.
-                moved = 2.0 * itemsize * step.larger
-                seconds = seconds_of_bytes(moved, self.network.cluster.device)
-                found.append(StepCost(step, moved, seconds, self.launch_seconds if moved else 0.0))
-            else:
-                size = step.numel * itemsize
-                # Only a reshard that is one all-reduce, and nothing else, can be joined with others.
-                part = share if len(steps) == 1 and step.kind == StepKind.ALL_REDUCE.value else 1.0
-                host = self._host(step, size)
-                seconds = self.network.seconds(step.kind, step.axes, size)
-                found.append(StepCost(step, size, part * seconds, part * host))
-        return found
-
-    def bucket_step(self, step: StepSize, size: float) -> StepCost:
-        """Return the cost of one step of all parameters in a bucket, `size` bytes together, beside the compute."""
-        if step.local:
-            # A slice of a parameter or of its gradient is a view, or part of the copy into the bucket.
-            return StepCost(step, size, 0.0, self.launch_seconds)
-        return StepCost(step, size, self.network.seconds(step.kind, step.axes, size), self._host(step, size))
-
-    def _host(self, step: StepSize, size: float) -> float:
-        """Return the host seconds of a collective; an all-reduce by level launches several."""
-        by_level = self.network.by_level(step.axes, size) if step.kind == StepKind.ALL_REDUCE.value else None
-        kinds = [step.kind] if by_level is None else [phase.kind for phase in by_level.phases(self.network.axes)]
-        launches = self.network.cluster.library.host_seconds
-        return sum(launches.get(kind, self.launch_seconds) for kind in kinds)
-
-
 # -- single tasks -----------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +75,7 @@ class TaskBuilder:
     axes: SubMesh
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     compiled: bool = False
-    gradient_dtype: torch.dtype | None = None
+    precision: Precision = OWN
     works: dict[Any, OpWork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -145,10 +93,13 @@ class TaskBuilder:
     def work(self, node: NamedNode, op_assignment: OpAssignment) -> OpWork:
         """Return the work of an op under an assignment."""
         footprint = self.graph.footprints[node.node]
-        key = id(footprint), node.op, op_assignment.choice, op_assignment.operands, op_assignment.produced
+        is_float8 = in_float8(node, self.graph.tensors, self.precision)
+        key = id(footprint), node.op, op_assignment.choice, op_assignment.operands, op_assignment.produced, is_float8
         found = self.works.get(key)
         if found is None:
-            found = self.works[key] = op_work(self.graph, node, op_assignment, footprint, self.axes, self.device)
+            found = self.works[key] = op_work(
+                self.graph, node, op_assignment, footprint, self.axes, self.device, self.precision
+            )
         return found
 
     def op(self, name: str, direction: Direction, work: DirectionWork) -> Iterator[Task]:
@@ -165,18 +116,36 @@ class TaskBuilder:
         """Return the addition of a value's gradient to that of another use."""
         return self.memory_op(f"{name} +=", "backward", 3.0 * local_bytes(self.graph, name, sharding, self.axes))
 
-    def gradient_accumulation(self, name: str, sharding: Sharding, master_dtype: torch.dtype | None) -> Task:
+    def gradient_accumulation(self, name: str, sharding: Sharding) -> Task:
         """Return the addition of a parameter's gradient to that of earlier micro-batches."""
         dtype = self.graph.tensors[name].dtype
-        count = local_bytes(self.graph, name, sharding, self.axes) / dtype.itemsize
-        added = (self.gradient_dtype or master_dtype or dtype).itemsize
-        return self.memory_op(f"{name}.grad +=", "backward", count * (dtype.itemsize + 2 * added))
+        added = sum_dtype(dtype).itemsize
+        return self.memory_op(f"{name}.grad +=", "backward", self._numel(name, sharding) * (dtype.itemsize + 2 * added))
 
-    def optimizer_bytes(self, name: str, stored: Sharding, optimizer: str, master_dtype: torch.dtype | None) -> float:
-        """Return the bytes that the optimizer reads and writes for one parameter."""
+    def cast_bytes(self, name: str, stored: Sharding) -> float:
+        """Return the bytes that casting a stored parameter to the dtype of the compute reads and writes."""
         dtype = self.graph.tensors[name].dtype
-        numel = local_bytes(self.graph, name, stored, self.axes) / dtype.itemsize
-        return numel * (master_dtype or dtype).itemsize * optimizer_of(optimizer).passes
+        return _cast_bytes(self._numel(name, stored), self.precision.stored(dtype), dtype)
+
+    def gradient_cast_bytes(self, name: str, used: Sharding, stored: Sharding, summed: bool) -> float:
+        """Return the bytes of casting a gradient before it is reduced, and to the dtype of the stored parameter.
+
+        With `summed` it is a sum over micro-batches.
+        """
+        dtype = self.graph.tensors[name].dtype
+        made, reduced = sum_dtype(dtype) if summed else dtype, self.precision.reduced(dtype)
+        before = _cast_bytes(self._numel(name, used), made, reduced)
+        return before + _cast_bytes(self._numel(name, stored), reduced, self.precision.stored(dtype))
+
+    def optimizer_bytes(self, name: str, stored: Sharding, optimizer: str) -> float:
+        """Return the bytes that the optimizer reads and writes for one parameter."""
+        dtype, states = self.graph.tensors[name].dtype, optimizer_of(optimizer).states
+        # Parameter and states are read and written, the gradient is read.
+        each = 3 * self.precision.stored(dtype).itemsize + 2 * states * self.precision.state(dtype).itemsize
+        return self._numel(name, stored) * each
+
+    def _numel(self, name: str, sharding: Sharding) -> float:
+        return local_bytes(self.graph, name, sharding, self.axes) / self.graph.tensors[name].dtype.itemsize
 
     # -- communication
 
@@ -207,14 +176,15 @@ class TaskBuilder:
         for steps in zip(*chains, strict=True):
             step = StepSize.of(steps[0], first.reshard.atoms, first.reshard.axes)
             pairs = zip(members, steps, strict=True)
-            size = float(sum(each.numel * self.bucket_itemsize(one, way) for one, each in pairs))
+            tensors, precision = self.graph.tensors, self.precision
+            size = float(sum(s.numel * one.itemsize_in(way, tensors[one.tensor], precision) for one, s in pairs))
             cost = self.reshard_costs.bucket_step(step, size)
             kind = "copy" if step.local else step.kind
             yield Task(name, kind, way, cost.seconds, step.axes, size, 0.0, True, False, cost.host_seconds)
 
-    def bucket_itemsize(self, one: InsertedReshard, way: str) -> float:
-        """Return the bytes of an element in a bucket; gradients may be added up in another dtype."""
-        return one.itemsize if way == "forward" or self.gradient_dtype is None else self.gradient_dtype.itemsize
+
+def _cast_bytes(numel: float, source: torch.dtype, target: torch.dtype) -> float:
+    return 0.0 if source == target else numel * (source.itemsize + target.itemsize)
 
 
 # -- a whole step -----------------------------------------------------------------------------------------------------
@@ -260,7 +230,7 @@ class _Profiler:
         plan = self.plan = self.step.plan
         self.graph, self.reshard_plan = self.step.graph, self.step.reshard_plan
         self.tasks = TaskBuilder(
-            self.graph, self.cluster, plan.axes, plan.options.links, plan.options.compiled, plan.options.gradient_dtype
+            self.graph, self.cluster, plan.axes, plan.options.links, plan.options.compiled, plan.options.precision
         )
         if plan.assignment.pipelining is not None:
             self.tasks.on_mesh(plan.assignment.pipelining.mesh)
@@ -349,6 +319,8 @@ class _Profiler:
                 yield from self._bucket(bucket, "forward")
             elif bucket.is_alone:
                 yield from (task._replace(direction=direction) for task in self._bucket(bucket, "forward"))
+        if parameters:
+            yield from self._casts(node)
         for one in self._value_reshards(reshards):
             yield from self.tasks.reshard(one, "forward", direction)
         yield from self.tasks.op(node.name, direction, work.forward)
@@ -361,6 +333,8 @@ class _Profiler:
             yield from self.tasks.reshard(one, "backward")
         for bucket in self.buckets.get(node.name, ()):
             if bucket.gathers and any(one.tensor in self.plan.regather for one in bucket.members):
+                for one in bucket.members:
+                    yield from self._cast(one.tensor, "recompute")
                 yield from (task._replace(direction="recompute") for task in self._bucket(bucket, "forward"))
         late = self.step.late_weights.get(node.name, ())
         yield from self.tasks.op(node.name, "backward", work.backward - work.weights if late else work.backward)
@@ -384,15 +358,30 @@ class _Profiler:
         # The backward runs in reverse: the last use has the first gradient, all others add to it.
         if self.last_use[use] != node.name:
             yield self.tasks.gradient_sum(name, plan.assignment.values[name])
+        if self.graph.tensors[name].kind != "param" or self.first_use[use] != node.name:
+            return
         # At the first use the gradient is complete, and is added to that of earlier micro-batches.
-        accumulates = plan.options.micro_batches > 1 or plan.options.gradient_dtype is not None
-        if (
-            accumulates
-            and self.graph.tensors[name].kind == "param"
-            and self.first_use[name, self.stages[node.name]] == node.name
-        ):
-            layout = plan.assignment.values[name] if name in plan.defer_reduction else plan.assignment.stored[name]
-            yield self.tasks.gradient_accumulation(name, layout, plan.options.master_dtype)
+        values, stored = plan.assignment.values[name], plan.assignment.stored[name]
+        accumulates, deferred = plan.options.micro_batches > 1, name in plan.defer_reduction
+        if accumulates:
+            yield self.tasks.gradient_accumulation(name, values if deferred else stored)
+        size = self.tasks.gradient_cast_bytes(name, values, stored, accumulates and deferred)
+        if size:
+            yield self.tasks.memory_op(f"{name}.grad cast", "backward", size)._replace(once=deferred)
+
+    def _casts(self, node: NamedNode) -> Iterator[Task]:
+        """Yield the casts of the parameters that an op is the first to use."""
+        for name in dict.fromkeys(node.operands):
+            if name is None or self.graph.tensors[name].kind != "param":
+                continue
+            if self.first_use[name, self.stages[node.name]] == node.name:
+                yield from self._cast(name, "forward")
+
+    def _cast(self, name: str, direction: Direction) -> Iterator[Task]:
+        size = self.tasks.cast_bytes(name, self.plan.assignment.stored[name])
+        if size:
+            once = name in self.plan.keep_gathered
+            yield self.tasks.memory_op(f"{name} cast", direction, size)._replace(once=once)
 
     def _bucket(self, bucket: Bucket, way: Literal["forward", "backward"]) -> Iterator[Task]:
         once = self.plan.keep_gathered if way == "forward" else self.plan.defer_reduction
@@ -406,9 +395,7 @@ class _Profiler:
             return ()
         plan, stored = self.plan, self.plan.assignment.stored
         total = sum(
-            self.tasks.optimizer_bytes(
-                tensor.name, stored[tensor.name], plan.options.optimizer, plan.options.master_dtype
-            )
+            self.tasks.optimizer_bytes(tensor.name, stored[tensor.name], plan.options.optimizer)
             for tensor in parameters
             if tensor.requires_grad
         )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, TraceError
-from autopar.ir.pytree import Constant, Flattened, Mapped, UnsupportedValueError, flatten
+from autopar.ir.pytree import Constant, Flattened, Mapped, UnsupportedValueError, flatten, unflatten
 
 
 def signature_of(model: nn.Module) -> inspect.Signature:
@@ -83,6 +83,20 @@ def plain_call(signature: inspect.Signature, arguments: Mapping[str, Any]) -> tu
         elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY and parameter.name in kwargs:
             args.append(kwargs.pop(parameter.name))
     return args, kwargs
+
+
+def inputs_with(
+    signature: inspect.Signature, flat: Flattened, tensors: Sequence[Tensor]
+) -> tuple[Any, ...] | dict[str, Any]:
+    """Return arguments with other tensors, as a tuple of positional or a dict of keyword ones."""
+    arguments, _ = unflatten(flat.node, tensors)
+    args, kwargs = plain_call(signature, arguments)
+    if args and kwargs:
+        raise AutoparError(
+            f"keyword arguments for a forward with *args: expected positional arguments, got {', '.join(kwargs)}\n"
+            "fix: give all arguments by position"
+        )
+    return tuple(args) if args else kwargs
 
 
 def flatten_arguments(arguments: dict[str, Any], owner: str, error: type[AutoparError] = TraceError) -> Flattened:

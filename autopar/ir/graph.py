@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.errors import AutoparError
 from autopar.ir.analysis.finite import passable_sums
 from autopar.ir.analysis.op_memory import Footprint, InternalSave, SavedTensors, footprints, saved_values
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
@@ -58,6 +59,12 @@ class NamedGraph:
 
     def module(self) -> TracedModule:
         """Return the graph as a module with the signature, parameters and results of the model."""
+        sizes = ((one.numel(), one.untyped_storage().nbytes()) for one in self.model.parameters() if not one.is_meta)
+        if any(numel and not size for numel, size in sizes):
+            raise AutoparError(
+                f"this graph of {type(self.model).__name__} has no weights: it is that of a copy in another dtype\n"
+                "fix: trace the model in its own dtypes, without precision="
+            )
         return TracedModule(self.model, self.exported)
 
     @cached_property

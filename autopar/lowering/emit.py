@@ -23,6 +23,7 @@ from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import LocalReshard, bind_message
 from autopar.lowering.collectives.process_groups import Groups, GroupsOfMicroBatch
 from autopar.lowering.emitted import Emitted, note_of
+from autopar.lowering.modules.float8 import FLOAT8_LINEAR, float8_arguments
 from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
 from autopar.lowering.passes.bucket_parameters import BucketedParameters, put_in_buckets
@@ -79,9 +80,8 @@ def emit(
     graph where they can.
     """
     again = assignment.recompute if recompute is None else recompute
-    return _Emitter(graph, assignment, groups, outputs, local_inputs, parameters or BucketedParameters(), again).run(
-        with_ends
-    )
+    handled = parameters or BucketedParameters()
+    return _Emitter(graph, assignment, groups, outputs, local_inputs, handled, again).run(with_ends)
 
 
 class _Emitter:
@@ -95,8 +95,7 @@ class _Emitter:
         parameters: BucketedParameters,
         recompute: Mapping[str, Recompute],
     ) -> None:
-        graph = marked_for(graph, assignment.axes)
-        self.graph = graph
+        self.graph = graph = marked_for(graph, assignment.axes)
         self.outputs = outputs
         self.parameters = parameters
         self.assignment = assignment
@@ -256,7 +255,8 @@ class _Emitter:
             plain = {name: None if name in names else value for name, value in local.arguments.items()}
             module = LocalOpModule(replace(local, arguments=plain), tuple(lowered), names)
             return self._module(f"{node.name}_split", module, tuple(local.arguments[name] for name in names))
-        return self._record(local)
+        float8 = float8_arguments(node, self.graph.tensors, local, self.parameters.precision)
+        return self._record(local) if float8 is None else self.out.call_function(FLOAT8_LINEAR, float8)
 
     def _check_positions(
         self, node: NamedNode, choice: Choice, whole: LocalCall, local: LocalCall, split: LoweredOpContext | None

@@ -8,19 +8,17 @@ from hashlib import sha256
 from math import isfinite
 from typing import Any, get_args
 
-import torch
-
 from autopar.cost.compute.optimizers import OPTIMIZERS
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import PRESETS, parse_precision
 from autopar.names import MAX_DIGITS, did_you_mean, printable
 from autopar.sharding.level_sums import NO_LEVEL_SUMS, LevelSums
 from autopar.sharding.options import Outputs, TrainingOptions
 
-__all__ = ["FIRST", "Header", "check_model", "check_whole", "dtype_of", "dtype_text", "parameters_of", "read_header"]
+__all__ = ["FIRST", "Header", "check_model", "check_precision", "check_whole", "parameters_of", "read_header"]
 
 FIRST = "# autopar plan"
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Header:
         for key, each in _KEYS.items():
             value = getattr(self.options if key in _OPTIONS else self, key)
             if value != each.default:
-                found.append(f"#   {key:15} {dtype_text(value) if isinstance(value, torch.dtype) else value}")
+                found.append(f"#   {key:15} {value}")
         return found
 
 
@@ -68,8 +66,8 @@ _READ: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "float | None": float,
-    "torch.dtype | None": lambda text: dtype_of(text),
     "LevelSums": LevelSums.parse,
+    "Precision": parse_precision,
     "bool": {"True": True, "False": False}.__getitem__,
 }
 
@@ -83,8 +81,10 @@ _IS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "outputs": (get_args(Outputs).__contains__, f"one of {', '.join(get_args(Outputs))}"),
     "optimizer": (OPTIMIZERS.__contains__, f"one of {', '.join(OPTIMIZERS)}"),
     "micro_batches": (lambda value: value >= 1, "a whole number from 1 up"),
-    "master_dtype": (lambda value: value is not None, "a floating dtype of torch, as in float32"),
-    "gradient_dtype": (lambda value: value is not None, "a floating dtype of torch, as in float32"),
+    "precision": (
+        lambda value: value is not None,
+        f"one of {', '.join(PRESETS)}, perhaps with fields, as in 'bf16, reduce=bf16'",
+    ),
     "limit_bytes": (lambda value: value >= 1, "a whole number from 1 up"),
     "step_seconds": (_amount, "a finite number from 0 up"),
     "bound_seconds": (_amount, "a finite number from 0 up"),
@@ -122,7 +122,7 @@ def read_header(text: str, name: str) -> Header | None:
             raise _broken(name, number, line, f"the key '{key}' stands twice in the head of a plan")
         try:
             found[key] = _value(key, str(_KEYS[key].type), value.strip())
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, AutoparError):
             is_what = _IS[key][1] if key in _IS else "as it is saved"
             raise _broken(
                 name, number, line, f"invalid value of '{key}': expected {is_what}, got '{value.strip()}'"
@@ -150,6 +150,18 @@ def check_whole(header: Header, statements: int, name: str) -> None:
         )
 
 
+def check_precision(header: Header, graph: NamedGraph, name: str) -> None:
+    """Raise if a graph computes in another dtype than the steps of a plan."""
+    precision = header.options.precision
+    wanted = precision.compute_dtype
+    other = next((one for one in graph.parameters if one.dtype.is_floating_point and one.dtype != wanted), None)
+    if wanted is not None and other is not None:
+        raise AutoparError(
+            f"{name} is a plan in {precision.text}: its graph has {other.name} in {other.dtype}, not {wanted}\n"
+            f"fix: autopar.trace(model, inputs, precision='{precision}'), or give Plan.load the model and its inputs"
+        )
+
+
 def parameters_of(graph: NamedGraph) -> str:
     """Return a hash of the names and shapes of the parameters: equal for all input sizes of a model."""
     text = sha256()
@@ -172,12 +184,3 @@ def check_model(header: Header, graph: NamedGraph, name: str) -> None:
         f"{name} is the plan of another model: {what}\n  {name}:3 | #   parameters      {header.parameters}\n"
         f"fix: load it for the model that it was made for (the hash of this one is {own}), or plan again"
     )
-
-
-def dtype_text(dtype: torch.dtype | None) -> str:
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def dtype_of(text: str) -> torch.dtype | None:
-    """Return the floating dtype of a name. A file chooses among these only: no attribute of torch is looked up."""
-    return {dtype_text(dtype): dtype for dtype in FLOATING}.get(text)

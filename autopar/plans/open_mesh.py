@@ -107,7 +107,8 @@ def search_mesh(
         assert inputs is not None, "checked"
         # Other ranks draw nothing here, so this one must not either.
         with kept_generators(_current(device)):
-            plan = plan_graph(trace(model, inputs, dims=dims), _that_fit(meshes, said), said, request)
+            graph = trace(model, inputs, dims=dims, precision=request.options.precision)
+            plan = plan_graph(graph, _that_fit(meshes, said), said, request)
         return str(plan.mesh), plan.text
 
     mesh, text = everyone.decided_by_first(search)

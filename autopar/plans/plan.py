@@ -13,7 +13,7 @@ from autopar.cost.hardware.cluster import Cluster, cluster_names, load_cluster
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.names import did_you_mean
-from autopar.plans.header import Header, check_model, check_whole, read_header
+from autopar.plans.header import Header, check_model, check_precision, check_whole, read_header
 from autopar.plans.record import PlanRecord
 from autopar.plans.to_layout import retarget
 from autopar.plans.views.alternatives import Alternative, alternatives
@@ -82,7 +82,9 @@ class Plan(PlanRecord):
                     "fix: Plan.load(path, model, inputs), or Plan.load(path, graph=graph)"
                 )
 
-            graph = trace(model, inputs, dims=dims)
+            header = read_header(text, str(path))
+            precision = None if header is None else header.options.precision
+            graph = trace(model, inputs, dims=dims, precision=precision)
         return Plan.read(text, graph, str(path), cluster)
 
     @staticmethod
@@ -108,6 +110,7 @@ class Plan(PlanRecord):
                 "fix: save a plan with Plan.save; give a layout as layout="
             )
         check_model(header, graph, name)
+        check_precision(header, graph, name)
         layout = parse_layout(text, name)
         if layout.mesh is None or layout.mesh.is_open:
             raise AutoparError(f"{name} has no mesh with fixed sizes\nfix: write one, as in 'mesh dp=2, tp=4'")

@@ -16,6 +16,7 @@ from autopar.cost.memory.peak import check_memory
 from autopar.cost.network import Network
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import Precision
 from autopar.ir.values import NamedTensor
 from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, plan_graph
@@ -129,6 +130,13 @@ class PlanFilePlanner:
     mesh: Mesh
     dims: Mapping[str, str] | None
     by_level: LevelSums = field(default_factory=LevelSums, init=False)
+
+    @property
+    def precision(self) -> Precision:
+        """Return the precision that the plan was made for."""
+        header = read_header(self.text, self.name)
+        assert header is not None, "only plans come here"
+        return header.options.precision
 
     def _layout(self) -> tuple[Layout, SubMesh]:
         """Return the layout of one replica, and its axes."""

@@ -24,7 +24,7 @@ from autopar.lowering.modules.bucket import GradientSync, ParameterHandling
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.mesh import SubMesh
 from autopar.runtime.agreement import Agreement, PendingCheck, graph_facts
-from autopar.runtime.call_planner import CallSettings, Planner
+from autopar.runtime.call_planner import Planner
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
 from autopar.runtime.first_rank import FirstRank
 from autopar.runtime.random_keys import RandomKeys, kept_generators
@@ -35,6 +35,7 @@ from autopar.runtime.torch_wrappers import check_not_captured
 from autopar.runtime.weights import Weights
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.parameter_storage import GatherPolicy
+from autopar.sharding.options import TrainingOptions
 
 __all__ = ["CallCache", "Disagreement"]
 
@@ -71,13 +72,13 @@ class CallCache:
         model: nn.Module,
         mesh: DeviceMesh,
         planner: Planner,
-        settings: CallSettings,
+        options: TrainingOptions,
         replica: ReplicaSetting | None = None,
     ) -> None:
         self.shell = shell
         self.planner = planner
-        self.settings = settings
-        self.results = CallResults(settings.options.outputs, settings.options.local_inputs, settings.compute_dtype)
+        self.options = options
+        self.results = CallResults(options.outputs, options.local_inputs, options.precision.compute_dtype)
         self.groups = Groups(mesh, 1 if replica is None else replica.group.count)
         self._first_rank: FirstRank | None = None
         self.agreement = Agreement(mesh)
@@ -91,7 +92,7 @@ class CallCache:
         if self.device.type != "cpu":
             self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         self.randomness = RandomKeys(self.agreement, self.device, 0 if replica is None else replica.group.index)
-        self.weights = Weights(shell, model, self.device, settings.compute_dtype)
+        self.weights = Weights(shell, model, self.device, options.precision)
         self.synchronisation = GradientSync()
         self.signature = signature_of(self.weights.skeleton)
         self.found: dict[Any, list[CompiledCall]] = {}
@@ -107,7 +108,7 @@ class CallCache:
         self.places: dict[str, list[int]] = {}
         # Facts first: `same_values` expects the same names on all ranks.
         self.everyone.same(self.weights.facts(), SAME_MODEL)
-        self.everyone.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
+        self.everyone.same({**planner.facts(), "options": str(options)}, SAME_ARGUMENTS)
         if replica is None:
             self.weights.find_owner(self.agreement)
         if self.everyone.size > 1 and not self.weights.from_first:
@@ -153,7 +154,7 @@ class CallCache:
 
     def _of_replica(self, flat: Flattened) -> Flattened:
         """Return the inputs of this replica: its rows of a global batch."""
-        if self.batch is None or self.settings.options.local_inputs:
+        if self.batch is None or self.options.local_inputs:
             return flat
         if any(isinstance(tensor, DTensor) for tensor in flat.tensors):
             return flat
@@ -162,7 +163,7 @@ class CallCache:
             given = self._given(flat)
             model = self.weights.traceable(given.training, given.trained, given.dtypes)
             with kept_generators(self.device):
-                return self.planner.trace(model, given.example(None, self.settings.compute_dtype))
+                return self.planner.trace(model, given.example(None, self.options.precision.compute_dtype))
 
         return self.batch.cut(flat, trace_whole)
 
@@ -252,14 +253,14 @@ class CallCache:
         """
         if own is not None or plan is None or given is None:
             return 0 if own is not None else 1
-        if self.agreement.size == 1 or self.settings.options.local_inputs or not summed:
+        if self.agreement.size == 1 or self.options.local_inputs or not summed:
             return plan.digest
         # 0 and 1 are taken.
         return max(2, plan.digest ^ checksum_of_all(given.tensors))
 
     def _check_whole(self, given: CallSignature) -> None:
         """Raise unless all ranks have the same whole inputs."""
-        shards = self.settings.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
+        shards = self.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
         if self.agreement.size > 1 and not shards:
             sums = {path: ((), checksum(x)) for path, x in zip(given.flat.paths, given.tensors, strict=True)}
             self.agreement.same_values(sums, lambda path: LOCAL)
@@ -308,7 +309,7 @@ class CallCache:
         assignment = agreement.together(lambda: self.planner.read(graph, found)) if isinstance(found, str) else found
         held = agreement.together(lambda: self._held(graph, assignment, given))
         self._check_values(given, held)
-        local = self.settings.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
+        local = self.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
         emitted = agreement.together(lambda: self._emit(graph, assignment, local, with_ends=agreement.size > 1))
         # Ranks with an empty shard may have other ends. Without ends all ranks send the same.
         if len({row[0] for row in agreement.numbers(digest(emitted.ends.outline))}) > 1:
@@ -330,7 +331,7 @@ class CallCache:
                     f"the model changes its input {mutation.target} in place: expected a whole tensor, got a shard\n"
                     "fix: give plain tensors, and local_inputs=False"
                 )
-        parameters, outputs = self._parameters(graph, assignment), self.settings.options.outputs
+        parameters, outputs = self._parameters(graph, assignment), self.options.outputs
         self.groups.level_sums = self.planner.level_sums
         emitted = emit(graph, assignment, self.groups, outputs, local, parameters, with_ends=with_ends)
         self.planner.check(graph, assignment, emitted.inserted)
@@ -338,12 +339,12 @@ class CallCache:
 
     def _parameters(self, graph: NamedGraph, assignment: Assignment) -> BucketedParameters:
         """Return the buckets of the graph's parameters, with dtypes and gather policies."""
-        found = {}
+        found, precision = {}, self.options.precision
         for tensor in graph.tensors.values():
             if tensor.kind != "param":
                 continue
             stored = self.weights.dtypes[tensor.name]
-            reduced = (self.settings.options.gradient_dtype if stored.is_floating_point else None) or stored
+            reduced = precision.reduced(stored)
             policy = assignment.gather_policies.get(tensor.name, GatherPolicy(False, False, False))
             found[tensor.name] = ParameterHandling(
                 stored,
@@ -353,21 +354,21 @@ class CallCache:
                 policy.regather,
                 policy.keep_gathered,
             )
-        return BucketedParameters(found, self.synchronisation, self, awaited=True)
+        return BucketedParameters(found, self.synchronisation, self, awaited=True, precision=precision)
 
     def _trace(self, given: CallSignature) -> NamedGraph:
         """Trace the call with whole inputs, also if this rank has shards of them."""
         sharded = [isinstance(tensor, DTensor) for tensor in given.tensors]
-        if any(sharded) and (self.settings.options.local_inputs or not all(sharded)):
+        if any(sharded) and (self.options.local_inputs or not all(sharded)):
             raise AutoparError(
                 "wrong kinds of inputs: expected DTensors alone or none, got both, or DTensors with local_inputs=True\n"
                 "fix: give all tensors as DTensors, or none; DTensors need no local_inputs=True"
             )
         model = self.weights.traceable(given.training, given.trained, given.dtypes)
-        dtype = self.settings.compute_dtype
+        dtype = self.options.precision.compute_dtype
         graph = self.planner.trace(model, given.example(None, dtype))
         # The first trace names the dims of the shards; the layout then gives the global shapes of a second trace.
-        if self.settings.options.local_inputs:
+        if self.options.local_inputs:
             shapes = self.planner.whole_shapes(graph)
             graph = self.planner.trace(model, given.example(shapes, dtype))
         return graph
@@ -392,7 +393,7 @@ class CallCache:
                         f"got {tensor.placements} on {tensor.device_mesh}\n"
                         "fix: redistribute it, or give the whole tensor"
                     )
-            elif self.settings.options.local_inputs and tuple(tensor.shape) != place.local_shape:
+            elif self.options.local_inputs and tuple(tensor.shape) != place.local_shape:
                 raise AutoparError(
                     f"wrong shard of {path} under local_inputs=True: expected {list(place.local_shape)}, "
                     f"got {kind_of(tensor)}\n"
@@ -407,12 +408,12 @@ class CallCache:
             return
         sums: dict[str, tuple[tuple[int, ...], int]] = {}
         for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
-            whole = not self.settings.options.local_inputs and not isinstance(tensor, DTensor)
+            whole = not self.options.local_inputs and not isinstance(tensor, DTensor)
             axes = () if whole else tuple(axis for split in held[path].layout.splits for axis in split)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             sums[path] = tuple(self.rank.at[axis] for axis in axes), checksum(local)
 
-        parts = self.settings.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
+        parts = self.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
 
         def fix(path: str) -> str:
             if not parts:

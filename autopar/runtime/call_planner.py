@@ -1,21 +1,19 @@
-"""Who plans the calls of a parallel module, and the settings that all its calls share."""
+"""Who plans the calls of a parallel module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.level_sums import LevelSum
-from autopar.sharding.options import TrainingOptions
 from autopar.sharding.reshard_insertion import InsertedReshard
 
-__all__ = ["CallSettings", "FixedInputs", "Planner"]
+__all__ = ["FixedInputs", "Planner"]
 
 
 class Planner(Protocol):
@@ -44,14 +42,6 @@ class Planner(Protocol):
     def facts(self) -> Mapping[str, str]:
         """Return the planner's own inputs as text: all ranks must have the same."""
         ...
-
-
-@dataclass(frozen=True)
-class CallSettings:
-    """Settings of all calls of one module: the options of the step, and the dtype that parameters are cast to."""
-
-    options: TrainingOptions = field(default_factory=TrainingOptions)
-    compute_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

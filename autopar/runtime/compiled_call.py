@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, LayoutError
-from autopar.ir.call_arguments import bind_call, check_overlaps, flatten_arguments, plain_call, without_defaults
+from autopar.ir.call_arguments import bind_call, check_overlaps, flatten_arguments, inputs_with, without_defaults
 from autopar.ir.exported import Autocast
 from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Constant, Flattened, Items, Mapped, Node, Original, Shared, TensorLeaf, unflatten
@@ -102,14 +102,7 @@ class CallSignature:
             else:
                 made = torch.zeros(shape, dtype=kind, device=tensor.device)
                 tensors.append(made.requires_grad_(tensor.requires_grad))
-        arguments, _ = unflatten(self.flat.node, tensors)
-        args, kwargs = plain_call(self.signature, arguments)
-        if args and kwargs:
-            raise AutoparError(
-                f"keyword arguments for a forward with *args: expected positional arguments, got {', '.join(kwargs)}\n"
-                "fix: give all arguments by position"
-            )
-        return tuple(args) if args else kwargs
+        return inputs_with(self.signature, self.flat, tensors)
 
 
 def outline(node: Node) -> str:
@@ -146,7 +139,7 @@ def _constant_outline(value: Any) -> str:
 
 @dataclass(frozen=True)
 class CallResults:
-    """Options for the results of a call: their form, and the dtype that inputs are cast to."""
+    """Options of a call: the form of its results, and the dtype that inputs are cast to."""
 
     outputs: Outputs
     local_inputs: bool

@@ -18,7 +18,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.lowering.emitted import Emitted, with_ends, with_notes
 from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.runtime.call_cache import CallCache, Disagreement
-from autopar.runtime.call_planner import CallSettings, FixedInputs, Planner
+from autopar.runtime.call_planner import FixedInputs, Planner
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
 from autopar.runtime.input_rows import batch_shard, from_rows
 from autopar.runtime.module_shell import ClosedModule, entry_of, tie
@@ -37,7 +37,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.options import Outputs, TrainingOptions
 from autopar.sharding.reshard_insertion import StepCollective, step_collectives
 
-__all__ = ["CallSettings", "ParallelModule", "Planner"]
+__all__ = ["ParallelModule", "Planner"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -62,13 +62,13 @@ class ParallelModule(ClosedModule):
         model: nn.Module,
         mesh: DeviceMesh,
         planner: Planner,
-        settings: CallSettings,
+        options: TrainingOptions,
         inputs: tuple[Any, ...] | Mapping[str, Any] | None,
         replica: ReplicaSetting | None = None,
     ) -> None:
         super().__init__()
         # Not in the tables of the module: the model may have a child module of this name.
-        object.__setattr__(self, "_plans", CallCache(self, model, mesh, planner, settings, replica))
+        object.__setattr__(self, "_plans", CallCache(self, model, mesh, planner, options, replica))
         object.__setattr__(self, "_replicas", self._replicas_of(replica))
         self.training = model.training
         watch_replaced(model.parameters())
@@ -90,7 +90,7 @@ class ParallelModule(ClosedModule):
             graph.model,
             mesh,
             FixedInputs(graph, assignment),
-            CallSettings(TrainingOptions(outputs, local_inputs)),
+            TrainingOptions(outputs, local_inputs),
             None,
         )
         made._plans.prepare_traced(graph)
@@ -261,9 +261,10 @@ class ParallelModule(ClosedModule):
 
     def collectives(self) -> tuple[StepCollective, ...]:
         """Return the collectives of a forward and backward of the latest call, in order of the graph."""
-        groups, emitted = self._plans.groups, self.emitted
+        groups, emitted, precision = self._plans.groups, self.emitted, self._plans.options.precision
         sizes = dict(zip(groups.names, groups.mesh.shape, strict=True))
-        return tuple(step_collectives(emitted.inserted, groups.level_sums, sizes, emitted.sum_bytes))
+        reduced = {tensor.name: precision.reduced(tensor.dtype).itemsize for tensor in self.graph.parameters}
+        return tuple(step_collectives(emitted.inserted, groups.level_sums, sizes, emitted.sum_bytes, reduced))
 
     @property
     def code(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import Precision
 from autopar.ir.values import NamedTensor
 from autopar.mesh import SubMesh
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
@@ -28,10 +28,8 @@ __all__ = [
     "ShardOwner",
     "check_full",
     "held_by",
-    "hollow",
     "initialise",
     "load_full",
-    "match_dtypes",
     "number_of_shards",
     "placed",
     "split",
@@ -196,47 +194,9 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 # -- split a model ----------------------------------------------------------------------------------------------------
 
 
-def match_dtypes(skeleton: nn.Module, dtypes: Iterable[torch.dtype]) -> None:
-    """Set the dtypes of a skeleton: those of its parameters, then of its buffers."""
-    tensors = (*skeleton.parameters(), *skeleton.buffers())
-    for tensor, dtype in zip(tensors, dtypes, strict=True):
-        if tensor.dtype == dtype:
-            continue
-        if isinstance(tensor, nn.Parameter):
-            tensor.data = _without_memory(tensor, dtype, tensor.device)
-        else:
-            tensor.data = tensor.to(dtype)
-
-
-def _without_memory(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # On the real device: the model may make tensors on the device of a parameter, which the graph then records.
-    empty = torch.empty_like(parameter.detach(), dtype=dtype, device=device)
-    if not empty.is_meta:
-        empty.untyped_storage().resize_(0)
-    return empty
-
-
-def hollow(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a copy of a model for tracing on a device: its parameters have no memory."""
-
-    def without_data(parameter: nn.Parameter) -> nn.Parameter:
-        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        return nn.Parameter(_without_memory(parameter, kind, device), parameter.requires_grad)
-
-    # `deepcopy` takes these as copied already, so it never copies the weights.
-    known: dict[int, Any] = {id(parameter): without_data(parameter) for parameter in model.parameters()}
-    for buffer in model.buffers():
-        known[id(buffer)] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.detach().to(device)
-    try:
-        return copy.deepcopy(model, known)
-    except (TypeError, RuntimeError) as error:
-        raise AutoparError(
-            f"{type(model).__name__} cannot be copied, but autopar traces a copy without its weights: {error}\n"
-            "fix: keep no locks, files, process groups, or tensors with a history as attributes of the model"
-        ) from error
-
-
-def split(model: nn.Module, shell: nn.Module, held: Mapping[str, LocalShard], device: torch.device) -> list[nn.Module]:
+def split(
+    model: nn.Module, shell: nn.Module, held: Mapping[str, LocalShard], device: torch.device, precision: Precision
+) -> list[nn.Module]:
     """Fill the shell with the model's buffers and this rank's shards of its parameters.
 
     Return all modules of the shell, in the order of `model.modules()`.
@@ -250,11 +210,11 @@ def split(model: nn.Module, shell: nn.Module, held: Mapping[str, LocalShard], de
                 f"the parameter {name} has a hook on its gradient; the parallel module would not run it\n"
                 f"fix: register it after parallelize, on module.get_parameter({name!r})"
             )
-        place = held[name]
+        place, dtype = held[name], precision.stored(parameter.dtype)
         if parameter.is_meta:
-            local = unset(place.local_shape, parameter.dtype, device)
+            local = unset(place.local_shape, dtype, device)
         else:
-            local = torch.empty(place.local_shape, dtype=parameter.dtype, device=device)
+            local = torch.empty(place.local_shape, dtype=dtype, device=device)
             local.copy_(place.cut(parameter.detach()))
         made = nn.Parameter(place.wrap(local), parameter.requires_grad)
         # Attributes that the user has set, such as a flag against weight decay.
@@ -276,6 +236,7 @@ def initialise(
     held: Mapping[str, LocalShard],
     device: torch.device,
     init: Callable[[nn.Module], None] | None,
+    precision: Precision,
 ) -> None:
     """Initialise the tensors of each module, one module at a time, and keep this rank's shards.
 
@@ -290,8 +251,9 @@ def initialise(
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is not None:
-                        empty = unset(tensor.shape, tensor.dtype, device)
                         is_parameter = isinstance(tensor, nn.Parameter)
+                        dtype = precision.stored(tensor.dtype) if is_parameter else tensor.dtype
+                        empty = unset(tensor.shape, dtype, device)
                         table[name] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             _run_init(module, init)
             for name, value in (*module._parameters.items(), *module._buffers.items()):

@@ -12,21 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
+from autopar.ir.precision import Precision
 from autopar.lowering.collectives.checksum import checksum, kind_of
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.first_rank import FirstRank
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
-from autopar.runtime.shards import (
-    LocalShard,
-    check_full,
-    hollow,
-    initialise,
-    load_full,
-    match_dtypes,
-    placed,
-    split,
-    stored_in,
-)
+from autopar.runtime.shards import LocalShard, check_full, initialise, load_full, placed, split, stored_in
+from autopar.tracing.skeleton import hollow, match_dtypes
 
 __all__ = ["Weights"]
 
@@ -42,16 +34,14 @@ _training, _requires_grad, _dtype = map(attrgetter, ("training", "requires_grad"
 class Weights:
     """Parameters and buffers of a module on this rank, and a skeleton: the model without values, for tracing."""
 
-    def __init__(
-        self, shell: nn.Module, model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, shell: nn.Module, model: nn.Module, device: torch.device, precision: Precision) -> None:
         self.shell = shell
         self.owner = type(model).__name__
         self.device = device
-        self.compute_dtype = compute_dtype
+        self.precision = precision
         # Released when its weights are split, as it stores all of them.
         self.given: nn.Module | None = model
-        self.skeleton = hollow(model, device, compute_dtype)
+        self.skeleton = hollow(model, device, precision.compute_dtype)
         # Dtype of each stored parameter, at the latest trace.
         self.dtypes: dict[str, torch.dtype] = {}
         self.stored: dict[str, LocalShard] = {}
@@ -89,14 +79,17 @@ class Weights:
             parameters: list[Any] = [table[name] for table, name in self.tables]
             buffers: list[Any] = [table[name] for table, name in self.buffer_tables]
             modes = tuple(map(_training, self.shells))
+            kinds = list(map(_dtype, parameters))
         else:
             model = self._whole()
             parameters, buffers = list(model.parameters()), list(model.buffers())
             modes = tuple(map(_training, model.modules()))
+            # The shells will store parameters in the dtype that the optimizer updates.
+            kinds = [self.precision.stored(parameter.dtype) for parameter in parameters]
             # train() or eval() of a parallel module without shells reaches the parallel module alone.
             if self.shell.training != modes[0]:
                 modes = (self.shell.training,) * len(modes)
-        return modes, tuple(map(_requires_grad, parameters)), (*map(_dtype, parameters), *map(_dtype, buffers))
+        return modes, tuple(map(_requires_grad, parameters)), (*kinds, *map(_dtype, buffers))
 
     def kinds(self) -> set[torch.dtype]:
         """Return the dtypes of all parameters and buffers."""
@@ -109,7 +102,7 @@ class Weights:
         for parameter, trains in zip(self.skeleton.parameters(), trained, strict=True):
             parameter.requires_grad_(trains)
         self.dtypes = dict(zip(dict(self.skeleton.named_parameters()), dtypes, strict=False))
-        if self.compute_dtype is None:
+        if self.precision.compute_dtype is None:
             match_dtypes(self.skeleton, tuple(dtypes))
         return self.skeleton
 
@@ -130,7 +123,7 @@ class Weights:
         training = self.shell.training
         # Tensors made in inference mode could never be trained, and the first call may be one of evaluation.
         with torch.inference_mode(False):
-            self.shells = split(model, self.shell, self.stored, self.device)
+            self.shells = split(model, self.shell, self.stored, self.device, self.precision)
         if self.shell.training != training:  # train() or eval() was called before the shells existed
             self.shell.train(training)
         self._find_tables()
@@ -187,7 +180,9 @@ class Weights:
         rows = agreement.numbers(int(torch.randint(2**62, ())))
         with torch.random.fork_rng():
             torch.manual_seed(rows[0][0])
-            agreement.together(lambda: initialise(self.skeleton, self.shell, self.stored, self.device, init))
+            agreement.together(
+                lambda: initialise(self.skeleton, self.shell, self.stored, self.device, init, self.precision)
+            )
         self.has_values = True
         self.unset.clear()
 

@@ -1,4 +1,4 @@
-"""Options of a training step that no search decides, and the dtype of its sums."""
+"""Options of a training step that no search decides, and the dtype in which half precision adds up."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import Literal
 
 import torch
+
+from autopar.ir.precision import OWN, Precision
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,8 @@ class TrainingOptions:
     optimizer: str = "adamw"
     micro_batches: int = 1
     compiled: bool = False
-    # None: the optimizer updates parameters in the dtype that the graph computes in.
-    master_dtype: torch.dtype | None = None
-    # None: gradients are accumulated in the dtype that the optimizer updates.
-    gradient_dtype: torch.dtype | None = None
+    # The graph of a step is traced in its compute dtype.
+    precision: Precision = OWN
     # Cluster levels that the user chose for axes: `{"dp": "network"}`.
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 

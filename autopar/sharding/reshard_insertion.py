@@ -16,7 +16,8 @@ from torch.fx import Node
 
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
-from autopar.ir.values import NamedNode
+from autopar.ir.precision import Precision
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.level_sums import LevelPhase, LevelSum
 from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
@@ -54,15 +55,20 @@ LevelSumsOver = Callable[[tuple[str, ...]], Iterable[LevelSum]]
 
 
 def step_collectives(
-    inserted: Iterable[InsertedReshard], sums: LevelSumsOver, sizes: Mapping[str, int], in_buckets: Mapping[str, int]
+    inserted: Iterable[InsertedReshard],
+    sums: LevelSumsOver,
+    sizes: Mapping[str, int],
+    in_buckets: Mapping[str, int],
+    reduced: Mapping[str, int],
 ) -> Iterator[StepCollective]:
     """Yield the collectives of reshards, each by itself; an all-reduce by level is several.
 
-    `sizes` are those of the axes; `in_buckets` has the bytes that are summed together with a parameter's gradient.
+    `sizes` are those of the axes; `in_buckets` has the bytes that are summed together with a parameter's gradient,
+    `reduced` those of an element of it.
     """
     for one in inserted:
         for direction, step in one.collectives():
-            size = one.bytes_of(step)
+            size = one.bytes_of(step, reduced.get(one.tensor) if direction == "backward" else None)
             phases = [LevelPhase(step.kind.value, step.axes, 1.0)]
             if step.kind is StepKind.ALL_REDUCE:
                 together = in_buckets.get(one.tensor, size)
@@ -95,9 +101,9 @@ class InsertedReshard:
     def target(self) -> Sharding:
         return self.reshard.target if self.in_time is None else self.in_time[1]
 
-    def bytes_of(self, step: Step) -> int:
+    def bytes_of(self, step: Step, itemsize: float | None = None) -> int:
         """Return the bytes in the buffer of one of the steps, on the busiest rank."""
-        return round(step.numel * self.itemsize)
+        return round(step.numel * (self.itemsize if itemsize is None else itemsize))
 
     @property
     def ways(self) -> tuple[Step, ...]:
@@ -109,6 +115,12 @@ class InsertedReshard:
         yield from (("forward", step) for step in self.reshard.forward if not step.local)
         if self.differentiable:
             yield from (("backward", step) for step in self.reshard.backward if not step.local)
+
+    def itemsize_in(self, direction: str, tensor: NamedTensor, precision: Precision) -> float:
+        """Return the bytes of an element that is sent; gradients of parameters are summed in a dtype of their own."""
+        if direction == "backward" and tensor.kind == "param":
+            return precision.reduced(tensor.dtype).itemsize
+        return self.itemsize
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class PlanningProblem:
         options: TrainingOptions,
         call: MicroBatchedCall | None = None,
     ) -> PlanningProblem:
-        prices = TaskBuilder(graph, cluster, axes, options.links, options.compiled, options.gradient_dtype)
+        prices = TaskBuilder(graph, cluster, axes, options.links, options.compiled, options.precision)
         if call is not None and call.pipelining is not None:
             prices.on_mesh(call.pipelining.mesh)
         users: dict[str, list[NamedNode]] = {}

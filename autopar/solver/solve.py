@@ -161,7 +161,7 @@ def _solved(
     # A plan made for another layout may break this one.
     asked = setting.graph.fingerprint, dict(setting.axes)
     if warm is not None and bound_layout.is_empty and (warm.graph, dict(warm.axes)) == asked:
-        incumbent.offer("an earlier plan", warm)
+        incumbent.offer("an earlier plan", warm.with_options(setting.options))
     priced = strategies and not layout.statements
     searching = began + time_limit * (SEARCH_SHARE if priced else 1.0)
     work = SearchPhases(

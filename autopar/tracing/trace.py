@@ -19,6 +19,7 @@ from autopar.ir.analysis.repeated_layers import RepeatedLayers, repeated_layers
 from autopar.ir.exported import Exported, NodeOrigin
 from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
+from autopar.ir.precision import Precision, parse_precision
 from autopar.ir.values import ROUTED, Atom, Dim, Kind, NamedNode, NamedTensor
 from autopar.ir.verify import verify_graph
 from autopar.rules.bind_call import factor_sizes
@@ -28,13 +29,18 @@ from autopar.tracing.export.export import export
 from autopar.tracing.naming.bind_graph import BoundGraph, BoundNode, ValueKey, bind_graph
 from autopar.tracing.naming.name_dims import DimNames, name_dims
 from autopar.tracing.passes.read_masks import ATTENTION_NOTE
+from autopar.tracing.skeleton import in_precision
 
 # Rules discovered for ops without a rule in the table. A discovery runs the op many times, so traces share them.
 _DISCOVERIES = Discoveries()
 
 
 def trace(
-    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], *, dims: Mapping[str, str] | None = None
+    model: nn.Module,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    dims: Mapping[str, str] | None = None,
+    precision: str | Precision | None = None,
 ) -> NamedGraph:
     """Trace a model into a functional graph of its forward, with a rule for every op and a name for every dim.
 
@@ -43,6 +49,7 @@ def trace(
         inputs: example arguments: a tuple of positional ones or a dict of keyword ones.
         dims: names for dims of inputs, parameters and buffers, by name or pattern:
             `{"input_ids": "batch seq", "layers.*.up_proj.weight": "d_ff d_model"}`.
+        precision: floats compute in its dtype, as in `autopar.plan`; by default in those of the model.
 
     Returns:
         The graph, which prints as a listing of its ops.
@@ -53,7 +60,7 @@ def trace(
     [('weight', (2, 4)), ('bias', (2,))]
     """
     check_plain(model)
-    return named_graph(model, inputs, dims)
+    return named_graph(*in_precision(model, inputs, parse_precision(precision)), dims)
 
 
 def named_graph(

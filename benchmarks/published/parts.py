@@ -21,6 +21,7 @@ from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import memory
 from autopar.cost.profile import Task, profile
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import PRESETS, Precision
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan
@@ -129,7 +130,7 @@ def _parts(setting: Setting) -> Parts:
     cluster = _cluster(run)
     wired = LoweredStep(graph, plan)
     found = profile(wired, cluster)
-    forward, backward = _cut(found.forward), _cut(found.backward[::-1])
+    forward, backward = _cut(_own(found.forward)), _cut(_own(found.backward[::-1]))
     elements = _elements(graph, plan)
     counts = [sum(_part_of(tensor.name) == i for tensor in graph.parameters) for i in range(3)]
     saved, held, passing = [0.0] * 3, 0.0, 0.0
@@ -221,6 +222,11 @@ def _is_gather(task: Task) -> bool:
 Item = TypeVar("Item")
 
 
+def _own(tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks of the authors' code, too: their optimizers write parameters in the dtype of the compute."""
+    return [task for task in tasks if not task.name.endswith(" cast")]
+
+
 def _cut(tasks: Sequence[Task]) -> tuple[Sequence[Task], ...]:
     return _cut_by(tasks, lambda task: task.name.startswith("blocks."))
 
@@ -285,6 +291,15 @@ def _traced(decoder: Decoder, batch: int) -> NamedGraph:
     return autopar.trace(decoder_model(decoder), decoder_inputs(decoder, batch))
 
 
+def _precision(run: Run) -> Precision:
+    """Return float32 masters and states, with gradients in the dtype in which the run's software adds them up."""
+    compute, reduce = (
+        {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+        for dtype in (run.decoder.dtype, run.software.gradient_dtype)
+    )
+    return replace(PRESETS[compute], reduce=reduce)
+
+
 def _plan(graph: NamedGraph, run: Run) -> StepPlan:
     """Return the run's strategy as a plan: stages are furthest apart, tensor-parallel ranks next to each other."""
     axes: Mapping[str, int] = {"pp": run.pp, "dp": run.dp, "tp": run.tp}
@@ -294,8 +309,7 @@ def _plan(graph: NamedGraph, run: Run) -> StepPlan:
     options = TrainingOptions(
         local_inputs=True,
         micro_batches=run.micro_batches,
-        master_dtype=torch.float32,
-        gradient_dtype=run.software.gradient_dtype,
+        precision=_precision(run),
         compiled=run.software.compiled,
     )
     return plan.with_regather(parameters if run.regathers else ()).with_recompute(layers).with_options(options)

@@ -74,7 +74,7 @@ def test_a_model_that_does_not_run_in_float64(capsys: pytest.CaptureFixture[str]
     code, _, err = run(capsys, f"{path}:narrow", "--mesh", "dp=2", "--layout", "ddp")
     assert code != 0
     assert "Narrow by itself, in float64: TypeError: no float64 here" in err
-    assert "fix: --dtype float32 or --dtype own" in err
+    assert "fix: --precision fp32 or --precision own" in err
     assert "Traceback" not in err
 
 

@@ -18,6 +18,7 @@ from autopar.cost.memory.local_memory import Storages
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import PRESETS
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import TrainingOptions
@@ -147,7 +148,7 @@ def test_dropout_is_measured_as_predicted() -> None:
 def test_master_copies_are_measured_as_predicted(layout: str) -> None:
     model, inputs = gpt(layers=3, d_model=96, heads=4, vocab=512, seq=48, batch=8)
     graph = autopar.trace(model.bfloat16(), inputs)
-    plan = plan_of(graph, layout, GPT_LAYOUTS[layout], master_dtype=torch.float32)
+    plan = plan_of(graph, layout, GPT_LAYOUTS[layout], precision=PRESETS["bf16"])
     assert predicted(graph, plan).peak_bytes == pytest.approx(measure(graph, plan).peak_bytes, rel=0.1)
 
 
@@ -239,9 +240,7 @@ def test_master_copies() -> None:
     numel = sum(torch.Size(tensor.shape).numel() for tensor in graph.parameters)
     plan = plan_of(graph, "ddp", {"dp": 2})
     low = predicted(graph, plan)
-    high = predicted(
-        graph, plan.with_options(TrainingOptions(master_dtype=torch.float32, gradient_dtype=torch.float32))
-    )
+    high = predicted(graph, plan.with_options(TrainingOptions(precision=PRESETS["bf16"])))
     assert (low.parameters_bytes, low.copies_bytes, low.optimizer_bytes) == (2 * numel, 0, 4 * numel)
     assert (high.parameters_bytes, high.copies_bytes, high.optimizer_bytes) == (4 * numel, 2 * numel, 8 * numel)
     assert (low.gradients_bytes, high.gradients_bytes) == (2 * numel, 4 * numel)

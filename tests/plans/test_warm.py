@@ -10,9 +10,11 @@ import autopar
 from autopar.cost.evaluate import Costs
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import PRESETS
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.sharding.assignment import StepPlan
+from autopar.sharding.options import TrainingOptions
 from autopar.solver.search.phases import Incumbent
 from examples.gpt import gpt
 
@@ -43,3 +45,13 @@ def test_a_changed_model_begins_from_the_old_plan(tmp_path: Path, monkeypatch: p
         assert origin == "an earlier plan"
         assert {name: first.assignment.stored[name] for name in old} == old
         assert found.step_seconds <= seconds
+
+
+def test_an_earlier_plan_takes_the_options_of_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    graph = traced(layers=1, batch=4)
+    for options in (TrainingOptions(), TrainingOptions(optimizer="sgd", precision=PRESETS["fp32"])):
+        asked = PlanRequest(load_cluster("h100"), options=options, time_limit=60)
+        found = plan_graph(graph, (Mesh("dp=2"),), None, asked)
+        given = (found.decided.options.optimizer, found.decided.options.precision)
+        assert given == (options.optimizer, options.precision), found.origin

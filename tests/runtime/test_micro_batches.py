@@ -321,7 +321,7 @@ def half() -> tuple[list[float], list[float]]:
     expected = gradients(model)
     found: list[list[float]] = []
     for layout in ("micro 4; ddp", "ddp"):
-        parallel = autopar.parallelize(model, "dp=2", inputs, layout=layout, compute_dtype=torch.float16)
+        parallel = autopar.parallelize(model, "dp=2", inputs, layout=layout, precision="fp16")
         errors = []
         for scale in (256, 256, 4096):
             parallel.zero_grad()
@@ -343,7 +343,7 @@ class Weighted(nn.Module):
 def large() -> Tensor:
     """Gradients of 16 in float16: times the scale that small gradients need, they are infinite."""
     x = torch.ones(16, 3)
-    parallel = autopar.parallelize(Weighted(), "dp=2", (x,), layout="micro 4; ddp", compute_dtype=torch.float16)
+    parallel = autopar.parallelize(Weighted(), "dp=2", (x,), layout="micro 4; ddp", precision="fp16")
     parallel(x).backward()
     return gradients(parallel)["weight"]
 

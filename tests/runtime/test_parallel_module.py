@@ -146,7 +146,7 @@ def refuse() -> dict[str, str]:
         "outputs": error_of(lambda: autopar.parallelize(model, "dp=2", inputs, layout="ddp", outputs="whole")),  # type: ignore[arg-type]
         "parameters": error_of(lambda: torch.optim.SGD(lazy.parameters())),
         "graph": error_of(lambda: lazy.collectives()),
-        "dtype": error_of(lambda: autopar.parallelize(model, "dp=2", inputs, layout="ddp", compute_dtype=torch.int32)),
+        "precision": error_of(lambda: autopar.parallelize(model, "dp=2", inputs, layout="ddp", precision="int32")),
         "mesh": error_of(lambda: autopar.parallelize(model, "dp=3", inputs, layout="ddp")),
     }
 
@@ -281,7 +281,7 @@ def test_what_is_missing_or_unknown_is_said(on_two: list[dict[str, Any]]) -> Non
         assert "'sharded', 'full', 'local'" in found["outputs"]
         assert "pass inputs to parallelize, or call the module once" in found["parameters"]
         assert "is not traced yet" in found["graph"]
-        assert "compute_dtype=torch.int32 is no floating point dtype" in found["dtype"]
+        assert "invalid precision 'int32': no preset is called 'int32'" in found["precision"]
         assert "has 3 ranks, but 2 processes are running" in found["mesh"]
 
 

@@ -64,8 +64,8 @@ def accumulated(layout: str) -> tuple[float, list[int], list[dict[str, int]]]:
     return error, having, sent
 
 
-def mixed(layout: str, reduce_dtype: torch.dtype | None) -> tuple[float, float, dict[str, set[str]], set[str]]:
-    model, parallel = pair(layout, torch.float32, compute_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+def mixed(layout: str, precision: str) -> tuple[float, float, dict[str, set[str]], set[str]]:
+    model, parallel = pair(layout, torch.float32, precision=precision)
     inputs = batches(1)[0]
     expected = model(**inputs)
     expected.backward()
@@ -177,8 +177,8 @@ def test_no_sync_sends_gradients_once() -> None:
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp(fsdp=dp)", REGATHERED])
 def test_master_weights_are_kept_and_gradients_summed_in_their_dtype(layout: str) -> None:
-    for reduce_dtype, expected in ((None, "float32"), (torch.bfloat16, "bfloat16")):
-        for loss, error, sent, kinds in launch(mixed, layout, reduce_dtype, ranks=2):
+    for precision, expected in (("bf16", "float32"), ("bf16, reduce=bf16", "bfloat16")):
+        for loss, error, sent, kinds in launch(mixed, layout, precision, ranks=2):
             assert loss < 2e-2
             assert error < 0.15  # bfloat16 has 8 bits
             assert kinds == {"torch.float32"}
@@ -238,7 +238,7 @@ def capitals() -> tuple[dict[str, int], float]:
     torch.manual_seed(0)
     model, x = Capitals(), torch.randn(4, 6)
     layout = "batch -> dp; * -> none; param, grad, opt { * -> dp }"
-    parallel = autopar.parallelize(model, "dp=2", (x,), layout=layout, compute_dtype=torch.bfloat16, outputs="full")
+    parallel = autopar.parallelize(model, "dp=2", (x,), layout=layout, precision="bf16", outputs="full")
     with Counted() as seen:
         loss = parallel(x)
         loss.backward()

@@ -66,7 +66,7 @@ def mixed() -> dict[str, Any]:
 
 def scaled() -> dict[str, Any]:
     """Steps under GradScaler in float16: zeros among the gradients, the scale, and a step with infinite gradients."""
-    _, parallel, inputs = in_float32(LAYOUT, compute_dtype=torch.float16)
+    _, parallel, inputs = in_float32(LAYOUT, precision="fp16")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-3)
     scales = []

@@ -203,8 +203,8 @@ def halved() -> dict[str, tuple[list[str], int]]:
     plain, recompute = "batch -> none; * -> none", "batch -> none; * -> none; recompute"
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         "float64": (plain, {}),
-        "bfloat16": (plain, {"compute_dtype": torch.bfloat16}),
-        "float16": (plain, {"compute_dtype": torch.float16}),
+        "bfloat16": (plain, {"precision": "bf16"}),
+        "float16": (plain, {"precision": "fp16"}),
         "full": (f"{recompute} full @blocks.*", {}),
         "selective": (f"{recompute} selective @blocks.*", {}),
     }

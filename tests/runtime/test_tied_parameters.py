@@ -168,7 +168,7 @@ def halves() -> dict[str, float]:
     found: dict[str, float] = {}
     model, inputs = tied("two names")
     parallel: Any = autopar.parallelize(
-        model, "pp=2", inputs, layout="micro 4; pipeline pp 1f1b; * -> none", compute_dtype=torch.bfloat16
+        model, "pp=2", inputs, layout="micro 4; pipeline pp 1f1b; * -> none", precision="bf16"
     )
     for each in (model, parallel):
         each(**inputs).backward()

@@ -27,8 +27,10 @@ from autopar.ir.analysis.contractions import (
     factors_of,
     is_linear_in_both,
 )
+from autopar.ir.analysis.float8_linears import in_float8
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import OWN, Precision
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
@@ -38,6 +40,8 @@ from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_exces
 
 # Backward over forward FLOPs of fused attention: five products, one of which recomputes the scores, over two.
 BACKWARD_PRODUCTS = 2.5
+# Kernels that cast one operand to float8: its largest number, the scale, the scaled tensor, the cast, the layout.
+FLOAT8_LAUNCHES = 10
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,11 @@ def op_work(
     footprint: Footprint,
     axes: SubMesh,
     device: Device,
+    precision: Precision = OWN,
 ) -> OpWork:
     """Return the work of an op under an assignment, on the busiest rank."""
-    return _OpTimer(graph, node, op_assignment, footprint, axes, device).work()
+    is_float8 = in_float8(node, graph.tensors, precision)
+    return _OpTimer(graph, node, op_assignment, footprint, axes, device, is_float8).work()
 
 
 def longest_of(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh, extent: int) -> int:
@@ -150,6 +156,8 @@ class _OpTimer:
     footprint: Footprint
     axes: SubMesh
     device: Device
+    # A linear whose operands are cast to float8.
+    is_float8: bool
 
     def work(self) -> OpWork:
         if all(alias is not None for alias in self.footprint.aliases) and self.node.outputs:
@@ -289,14 +297,16 @@ class _OpTimer:
 
     def _products(self, steps: Sequence[tuple[MatmulShape, Contraction]]) -> OpWork:
         multiplied = {i for _, step in steps for side in step.operands for i in side}
-        dtype = self._dtype(min(multiplied))
+        own = self._dtype(min(multiplied))
+        dtype = torch.float8_e4m3fn if self.is_float8 else own
         peak = peak_of(self.device, dtype)
 
         def work(product: MatmulShape) -> DirectionWork:
             seconds = product_seconds(product, dtype.itemsize, self.device.matrix, peak, self.device.stream)
             seconds /= self.device.sustained_fraction
             size = product.bytes(dtype.itemsize)
-            return DirectionWork(product.flops, size, max(seconds, self.device.launch_seconds), product.flops / peak, 1)
+            one = DirectionWork(product.flops, size, max(seconds, self.device.launch_seconds), product.flops / peak, 1)
+            return one + self._casts(product) if self.is_float8 else one
 
         forward = backward = weights = NO_WORK
         places = PRODUCTS.get(self.node.op)
@@ -315,6 +325,16 @@ class _OpTimer:
             summed = self._by_bytes(size)
             backward, weights = backward + summed, weights + summed
         return OpWork(forward, backward, weights)
+
+    def _casts(self, product: MatmulShape) -> DirectionWork:
+        """Return the work of casting both operands of a product to float8."""
+        casts = NO_WORK
+        for size in (product.rows * product.reduction, product.reduction * product.columns):
+            # The largest number is read, the scaled tensor written and cast, and laid out by rows or columns.
+            count = size * (2 + (2 + 2) + (2 + 1) + (1 + 1))
+            work = self._by_bytes(count)
+            casts += DirectionWork(0.0, count, work.seconds + 3 * self.device.launch_seconds, launches=FLOAT8_LAUNCHES)
+        return casts
 
     # -- ops with more work than their rules show
 

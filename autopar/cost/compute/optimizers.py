@@ -18,12 +18,6 @@ class Optimizer:
     # True where a state has one number for each row and column of the last two dims, not the whole shape.
     factored: bool = False
 
-    @property
-    def passes(self) -> int:
-        """Return the accesses per element of a fused step."""
-        # Parameter and states are read and written, the gradient is read.
-        return 2 * (1 + self.states) + 1
-
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "none": Optimizer(0, 0),

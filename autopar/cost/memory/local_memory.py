@@ -210,8 +210,9 @@ class LiveState:
             frozenset() if step.stage is None else step.tensors_here.intersection(map(itemgetter(0), step.crossing))
         )
         self.recomputed = step.recomputed
-        # True where gradients are added to those of earlier micro-batches, or to gradients of another dtype.
-        self.accumulates = self.plan.options.micro_batches > 1 or self.plan.options.gradient_dtype is not None
+        self.precision = self.plan.options.precision
+        # True where gradients are added to those of earlier micro-batches.
+        self.accumulates = self.plan.options.micro_batches > 1
         self.footprints = LocalFootprints(step)
         self.elsewhere = self._elsewhere()
         own = [node for node in self.nodes if node.name in self.runs]
@@ -266,6 +267,10 @@ class LiveState:
         if found is None:
             found = self.sizes[version] = float(local_bytes(self.graph, *version, self.plan.axes))
         return found if self.has(version) else 0.0
+
+    def _bytes_in(self, version: Version, dtype: torch.dtype) -> float:
+        """Return the bytes of a version in another dtype than that of the compute."""
+        return self._bytes(version) / self.graph.tensors[version[0]].dtype.itemsize * dtype.itemsize
 
     def _times(self, name: str) -> int:
         """Return how many parts of a tensor a call has: a caller gives and takes those of all micro-batches."""
@@ -322,3 +327,11 @@ def last_uses(
         found[one.tensor, one.source] = ""
     found.update((result, "") for result in reshard_plan.results if result is not None)
     return found
+
+
+def differentiable_results(graph: NamedGraph, reshard_plan: ReshardPlan) -> list[Version]:
+    """Return the results with a gradient: the loss where one is scalar, else all."""
+    found = [version for version in reshard_plan.results if version is not None]
+    found = [version for version in found if graph.tensors[version[0]].requires_grad]
+    scalars = [version for version in found if not graph.tensors[version[0]].shape]
+    return scalars or found

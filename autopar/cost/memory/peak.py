@@ -32,7 +32,7 @@ class MemoryCosts:
 
     # Parameters and buffers as they are stored, in the dtype that the optimizer updates.
     parameters_bytes: float
-    # Copies of parameters that live for the whole step: gathered, or in the dtype of the compute.
+    # Copies of parameters that live for all forwards and backwards: gathered, or in the dtype of the compute.
     copies_bytes: float
     # Gradients at the end of the backward.
     gradients_bytes: float
@@ -91,7 +91,8 @@ def memory(step: LoweredStep) -> MemoryCosts:
     waiting = _waiting_bytes(step, saved - run.results_bytes, run.late_bytes)
     moments = [(peak + waiting, at) for peak, at in moments]
     gradients = run.gradient_bytes()
-    moments.append((parameters + copies + inputs + states + gradients + largest, "the optimizer"))
+    # Copies of parameters last until the end of the backward.
+    moments.append((parameters + inputs + states + gradients + largest, "the optimizer"))
     peak, at = max(moments, key=itemgetter(0))
     return MemoryCosts(parameters, copies, gradients, states, inputs, saved + waiting, peak, at)
 
@@ -164,7 +165,7 @@ def _optimizer_bytes(step: LoweredStep, optimizer: Optimizer) -> tuple[float, fl
     states = largest = 0.0
     for tensor in step.graph.parameters:
         if tensor.requires_grad and (step.stage is None or tensor.name in step.tensors_here):
-            itemsize = (plan.options.master_dtype or tensor.dtype).itemsize
+            itemsize = plan.options.precision.state(tensor.dtype).itemsize
             atoms, stored = atoms_of(tensor), plan.assignment.stored[tensor.name]
             shape = atoms.fold(stored.largest_sizes(atoms, plan.axes))
             count = prod(shape)
@@ -173,7 +174,8 @@ def _optimizer_bytes(step: LoweredStep, optimizer: Optimizer) -> tuple[float, fl
                 # One number for each row and each column of the last two dims; a vector is stored whole.
                 factors = prod(shape[:-1]) + prod(shape[:-2]) * shape[-1] if len(shape) > 1 else count
                 states += factors * itemsize
-            largest = max(largest, optimizer.temporaries * count * itemsize)
+            temporary = optimizer.temporaries * count * plan.options.precision.stored(tensor.dtype).itemsize
+            largest = max(largest, temporary)
     return states, largest
 
 

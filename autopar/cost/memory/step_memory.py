@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.cost.lowered_step import LoweredStep, Version
-from autopar.cost.memory.local_memory import LiveState
-from autopar.ir.graph import NamedGraph
-from autopar.ir.values import NamedNode
+from autopar.cost.memory.local_memory import LiveState, differentiable_results
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.buckets import Bucket, copied
+from autopar.sharding.options import sum_dtype
 from autopar.sharding.reshard.reshard import StepKind
-from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, ReshardPlan
+from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
 
 
 class ForwardMemory(LiveState):
@@ -28,16 +28,18 @@ class ForwardMemory(LiveState):
             self.values.setdefault(tied.version, self.storages.take(made))
         for tensor in self.graph.parameters:
             stays = tensor.name in self.plan.keep_gathered and self.plan.options.micro_batches > 1
-            # The step keeps a copy of parameters that stay gathered, or that compute in another dtype than stored.
-            if stays or self.plan.options.master_dtype not in (None, tensor.dtype):
-                values, stored = self.plan.assignment.values[tensor.name], self.plan.assignment.stored[tensor.name]
-                self.copied[tensor.name] = self.storages.new(self._bytes((tensor.name, values if stays else stored)))
+            values, stored = self.plan.assignment.values[tensor.name], self.plan.assignment.stored[tensor.name]
+            # The step keeps a copy of parameters that stay gathered, or that are not gathered and compute in another
+            # dtype than stored: autograd saves it.
+            if stays or (values.splits == stored.splits and self.precision.stored(tensor.dtype) != tensor.dtype):
+                self.copied[tensor.name] = self.storages.new(self._bytes((tensor.name, values)))
         if self.graph.exported.grad_enabled:
             # Buffers of summed gradients are allocated once and live from step to step.
             sums = (one for of_op in self.schedule.of_op.values() for one in of_op if one.is_sum)
             for bucket in sums:
                 for one in bucket.members if not self._defers_reduction(bucket.members[0].tensor) else ():
-                    self.sums[one.tensor] = self.storages.new(self._bytes((one.tensor, one.source)))
+                    reduced = self.precision.reduced(self.graph.tensors[one.tensor].dtype)
+                    self.sums[one.tensor] = self.storages.new(self._bytes_in((one.tensor, one.source), reduced))
         for node in self.nodes:
             self.storages.now = f"the forward of {node.name}"
             if node.name in self.runs:
@@ -60,11 +62,9 @@ class ForwardMemory(LiveState):
                 continue
             reshard = self.reshard_plan.inputs.get(name)
             version = name, self.plan.assignment.stored[name] if reshard is None else reshard.source
-            size = self._bytes(version) * self._times(name)
-            if tensor.kind == "param" and self.plan.options.master_dtype is not None:
-                # Parameters are stored in the dtype that the optimizer updates.
-                size = size / tensor.dtype.itemsize * self.plan.options.master_dtype.itemsize
-            self.values[version] = self.storages.new(size)
+            # Parameters are stored in the dtype that the optimizer updates.
+            dtype = self.precision.stored(tensor.dtype) if tensor.kind == "param" else tensor.dtype
+            self.values[version] = self.storages.new(self._bytes_in(version, dtype) * self._times(name))
             self.inputs[version] = self.storages.take(self.values[version])
             if reshard is not None:
                 self._reshard(reshard)
@@ -238,6 +238,13 @@ class StepMemory(ForwardMemory):
         self.late_weights = step.late_weights
         self.put_off: list[int] = []
         self.late_bytes = 0.0
+        # Parameters by the op that uses them first, where their gradients are complete.
+        self.first_uses: dict[str, list[NamedTensor]] = {}
+        seen = (node for node in self.nodes if node.name in self.runs)
+        first = {name: node.name for node in reversed(list(seen)) for name in node.operands if name is not None}
+        for tensor in self.graph.parameters:
+            if tensor.name in first:
+                self.first_uses.setdefault(first[tensor.name], []).append(tensor)
 
     def backward(self) -> None:
         if self.accumulates:
@@ -325,6 +332,17 @@ class StepMemory(ForwardMemory):
                 self.waiting.append(bucket)
             else:
                 self._reduce(bucket)
+        for tensor in self.first_uses.get(node.name, ()):
+            self._cast_gradient(tensor)
+
+    def _cast_gradient(self, tensor: NamedTensor) -> None:
+        """Replace the gradient of a parameter by one in the dtype in which the parameter is stored."""
+        version = tensor.name, self.plan.assignment.stored[tensor.name]
+        size = self._bytes_in(version, self.precision.stored(tensor.dtype))
+        found = self.gradients.get(version)
+        if found is not None and not self.accumulates and self.storages.sizes[found] != size:
+            self.gradients[version] = self.storages.new(size)
+            self.storages.drop(found)
 
     def _accumulate(self, version: Version, made: int) -> None:
         """Add a gradient to that of other uses."""
@@ -346,6 +364,11 @@ class StepMemory(ForwardMemory):
             self._accumulate((one.tensor, one.source), made)
 
     def _reduce(self, bucket: Bucket) -> None:
+        self._reduce_members(bucket)
+        for one in bucket.members:
+            self._cast_gradient(self.graph.tensors[one.tensor])
+
+    def _reduce_members(self, bucket: Bucket) -> None:
         """Reduce the gradients of a bucket in one buffer; the results are views of a second buffer."""
         if bucket in self.regathered:
             self.storages.drop(self.regathered.pop(bucket))
@@ -365,11 +388,13 @@ class StepMemory(ForwardMemory):
                 self._accumulate((one.tensor, one.source), self.storages.take(self.sums[one.tensor]))
             return
         given = [self.gradients.pop((one.tensor, one.target)) for one in members]
-        whole = sum(self.storages.sizes[storage] for storage in given)
+        reduced = self.precision.reduced(self.graph.tensors[members[0].tensor].dtype)
+        whole = sum(self._bytes_in((one.tensor, one.target), reduced) for one in members)
+        cast = sum(self.storages.sizes[storage] for storage in given) != whole
         prepared = sum(copied(one.reshard.backward[0], one) for one in members if self.has((one.tensor, one.target)))
         flat = self.storages.new(whole)
-        self.storages.touch(prepared)
-        made = [self.storages.new(self._bytes((one.tensor, one.source))) for one in members]
+        self.storages.touch(prepared + (whole if cast else 0.0))
+        made = [self.storages.new(self._bytes_in((one.tensor, one.source), reduced)) for one in members]
         for storage in (flat, *given):
             self.storages.drop(storage)
         for one, storage in zip(members, made, strict=True):
@@ -381,9 +406,8 @@ class StepMemory(ForwardMemory):
             if tensor.requires_grad:
                 stored = tensor.name, self.plan.assignment.stored[tensor.name]
                 whole = tensor.name, self.plan.assignment.values[tensor.name]
-                dtype = self.plan.options.gradient_dtype or self.plan.options.master_dtype or tensor.dtype
-                size = self._bytes(whole if self._defers_reduction(tensor.name) else stored) / tensor.dtype.itemsize
-                self.gradients[stored] = self.storages.new(size * dtype.itemsize)
+                version = whole if self._defers_reduction(tensor.name) else stored
+                self.gradients[stored] = self.storages.new(self._bytes_in(version, sum_dtype(tensor.dtype)))
 
     def _recompute(self, layer: int) -> None:
         """Allocate the saved tensors of a recomputed layer; each op keeps its own until its backward."""
@@ -424,11 +448,3 @@ class StepMemory(ForwardMemory):
         self.regathered[bucket] = self.storages.new(self.storages.sizes[flat])
         self.storages.touch(self.storages.sizes[flat] if len(bucket.members) > 1 else 0.0)
         self.storages.drop(flat)
-
-
-def differentiable_results(graph: NamedGraph, reshard_plan: ReshardPlan) -> list[Version]:
-    """Return the results with a gradient: the loss where one is scalar, else all."""
-    found = [version for version in reshard_plan.results if version is not None]
-    found = [version for version in found if graph.tensors[version[0]].requires_grad]
-    scalars = [version for version in found if not graph.tensors[version[0]].shape]
-    return scalars or found

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
+from autopar.ir.precision import OWN, Precision
 from autopar.ir.values import NamedTensor
 from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.modules.bucket import BucketCollectives, BucketState, GradientSync, ParameterHandling
@@ -71,6 +72,8 @@ class BucketedParameters:
     gate: CallGate | None = None
     # True if the owner of the parameters waits for their gradients.
     awaited: bool = False
+    # Says which linears multiply in float8.
+    precision: Precision = OWN
 
     def of(self, tensor: NamedTensor) -> ParameterHandling:
         found = self.handling.get(tensor.name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from autopar.errors import AutoparError
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.names import did_you_mean, nearest
@@ -31,6 +33,9 @@ class TensorFacts:
     # How long a parameter stays gathered.
     gather: str | None
     lines: tuple[Line, ...]
+    # Dtypes of a parameter as it is stored, and of its gradient while it is summed over ranks.
+    stored_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -92,19 +97,29 @@ def _tensor(plan: PlanRecord, tensor: NamedTensor) -> TensorFacts:
             gather = "regathered for the backward"
         elif gather_policy is not None and gather_policy.keep_gathered:
             gather = "gathered once per step"
-    return TensorFacts(tensor, layout, used, gather, tuple(_lines(plan, tensor)))
+    stored = reduced = None
+    if tensor.kind == "param":
+        precision = plan.decided.options.precision
+        stored, reduced = precision.stored(tensor.dtype), precision.reduced(tensor.dtype)
+    return TensorFacts(tensor, layout, used, gather, tuple(_lines(plan, tensor)), stored, reduced)
 
 
 def _tensor_lines(facts: TensorFacts) -> Iterator[str]:
     tensor = facts.tensor
-    yield f"{tensor}  {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {tensor.kind}"
+    yield f"{tensor}  {_short(tensor.dtype)} {list(tensor.shape)}, {tensor.kind}"
     yield f"  layout  {facts.layout}"
     if facts.used is not None:
         yield f"  used    {facts.used}"
     if facts.gather is not None:
         yield f"  gather  {facts.gather}"
+    if facts.stored_dtype not in (None, tensor.dtype) or facts.reduce_dtype not in (None, tensor.dtype):
+        yield f"  dtypes  stored in {_short(facts.stored_dtype)}, gradient summed in {_short(facts.reduce_dtype)}"
     for i, (number, line) in enumerate(facts.lines):
         yield f"  {'' if i else 'line':7} {number}: {line}"
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _lines(plan: PlanRecord, tensor: NamedTensor) -> list[Line]:

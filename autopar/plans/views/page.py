@@ -19,6 +19,7 @@ from autopar.cost.profile import Task, TaskBuilder
 from autopar.cost.timeline import step_timeline
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import OWN
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.plans.record import PlanRecord
 from autopar.sharding.assignment import StepPlan
@@ -64,6 +65,7 @@ def contents(
         "title": title,
         "cluster": cluster.name,
         "axes": [{"name": name, "size": size} for name, size in plan.mesh.items()],
+        "precision": None if plan.options.precision == OWN else plan.options.precision.text,
         "gap": gap,
         "claimed": claimed,
         "within_layout": within_layout,
@@ -212,7 +214,7 @@ class _OpTraffic:
     def __init__(self, wired: LoweredStep, cluster: Cluster) -> None:
         self.graph, plan = wired.graph, wired.plan
         self.prices = TaskBuilder(
-            self.graph, cluster, plan.axes, plan.options.links, plan.options.compiled, plan.options.gradient_dtype
+            self.graph, cluster, plan.axes, plan.options.links, plan.options.compiled, plan.options.precision
         )
         self.prices.on_mesh(plan.mesh)
         self.reshard_plan = wired.reshard_plan

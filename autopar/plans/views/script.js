@@ -81,6 +81,7 @@ function head() {
   const devices = data.axes.reduce((product, axis) => product * axis.size, 1);
   const mesh = data.axes.flatMap((axis, i) => [i ? ", " : "", axes([axis.name]), "=" + axis.size]).flat();
   at("where").append(`${devices} devices of ${data.cluster}, mesh `, ...mesh);
+  if (data.precision) at("where").append(`; ${data.precision}`);
   const { costs, memory } = data;
   const gap = data.gap === null ? [] : [[share(data.gap), (data.within_layout ? "at most from the best plan within the layout" : "at most from the best plan") + (data.claimed ? ", as its file claims" : "")]];
   const facts = [

@@ -8,6 +8,7 @@ from textwrap import wrap
 from autopar.cost.compute.rates import rate_notes
 from autopar.errors import AutoparError
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
+from autopar.ir.precision import OWN
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
 from autopar.sharding.layout.drift import print_drift
@@ -50,6 +51,8 @@ def _head(plan: PlanRecord) -> list[str]:
         f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
         f"  memory  {bytes_text(plan.memory_bytes)} of {limit}: {fits}",
     ]
+    if plan.decided.options.precision != OWN:
+        lines.insert(1, f"  runs    {plan.decided.options.precision.text}")
     idle = _idle_axes(plan)
     if idle:
         why = "; communication would take longer" if plan.origin == "search" else ""
@@ -371,6 +374,8 @@ def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
     """Return rows of costs: step, its parts, memory, bytes by collective."""
     every = list(plans.values())
     rows: list[Sequence[str]] = [("", *plans)]
+    if any(plan.decided.options.precision != OWN for plan in every):
+        rows.append(("precision", *(str(plan.decided.options.precision) for plan in every)))
     rows.append(("step", *(seconds_text(plan.step_seconds) for plan in every)))
     rows.append(("  compute", *(seconds_text(plan.costs.compute.seconds) for plan in every)))
     rows.append(("  communication of values", *(seconds_text(plan.costs.seconds_of("values")) for plan in every)))

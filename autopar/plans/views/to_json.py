@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from autopar.ir.precision import Precision
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.alternatives import Alternative
 from autopar.plans.views.explain import Explanation, OpFacts
@@ -46,6 +48,7 @@ def costs_data(plan: PlanRecord) -> dict[str, Any]:
     costs, memory = plan.costs, plan.costs.memory
     return {
         "drift": _drift_data(plan),
+        "precision": precision_data(plan.decided.options.precision),
         "step_seconds": costs.step_seconds,
         "bound_seconds": plan.bound_seconds or None,
         "gap": plan.gap,
@@ -89,6 +92,11 @@ def _drift_data(plan: PlanRecord) -> dict[str, Any] | None:
     }
 
 
+def precision_data(precision: Precision) -> dict[str, str | None]:
+    """Return a precision with all its dtypes; null for those of the model."""
+    return {"name": str(precision), **{field: dtype or None for field, dtype in asdict(precision).items()}}
+
+
 def short_data(plan: PlanRecord | None) -> dict[str, Any]:
     """Return step time, memory and fit; null without a plan."""
     if plan is None:
@@ -103,6 +111,8 @@ def explanation_data(explanation: Explanation, alternatives: Sequence[Alternativ
         "dims": list(facts.tensor.dims),
         "shape": list(facts.tensor.shape),
         "dtype": str(facts.tensor.dtype).removeprefix("torch."),
+        "stored_dtype": facts.stored_dtype and str(facts.stored_dtype).removeprefix("torch."),
+        "reduce_dtype": facts.reduce_dtype and str(facts.reduce_dtype).removeprefix("torch."),
         "kind": facts.tensor.kind,
         "layout": facts.layout,
         "used": facts.used,

@@ -37,6 +37,10 @@ class TensorCut(NamedTuple):
     itemsize: float
     # It has a gradient.
     trained: bool
+    # Bytes of an element while its gradient is reduced.
+    reduced: int
+    # It is a parameter that is stored or reduced in another dtype than that of the compute.
+    casts: bool
     # Atoms that axes with shares split by them.
     by_share: tuple[int, ...] = ()
     # Roles of the atoms of routed rows; empty for others.
@@ -45,8 +49,11 @@ class TensorCut(NamedTuple):
     @classmethod
     def of(cls, tensor: NamedTensor, setting: PlanningProblem) -> TensorCut:
         atoms = atoms_of(tensor)
-        trained = tensor.requires_grad and setting.trains
-        return cls(atoms.sizes, tensor.element_bytes, trained, atoms.by_share, atoms.roles)
+        dtype, precision = tensor.dtype, setting.options.precision
+        trained, is_param = tensor.requires_grad and setting.trains, tensor.kind == "param"
+        reduced, stored = (precision.reduced(dtype), precision.stored(dtype)) if is_param else (dtype, dtype)
+        casts = len({dtype, reduced, stored}) > 1
+        return cls(atoms.sizes, tensor.element_bytes, trained, reduced.itemsize, casts, atoms.by_share, atoms.roles)
 
     def steps(self, routes: ScaledReshards, source: Sharding, target: Sharding) -> tuple[StepSize, ...] | None:
         """Return the steps between two shardings of the tensor; None if none lead there."""
@@ -155,9 +162,7 @@ class ReshardSums:
         back = cut.steps(self.routes, want.gradient.value, stored.gradient.value) if cut.trained else ()
         assert there is not None, "parameters are stored in full"
         assert back is not None, "parameters are stored in full"
-        dtype = self.setting.options.gradient_dtype
-        reduced = cut.itemsize if dtype is None else dtype.itemsize
-        return tuple((leg, cut.itemsize) for leg in there), tuple((leg, reduced) for leg in back)
+        return tuple((leg, cut.itemsize) for leg in there), tuple((leg, cut.reduced) for leg in back)
 
     def _sent(self, way: tuple[_Sent, ...], share: float) -> tuple[float, float]:
         """Return link and host seconds of a share of a bucket."""
@@ -174,6 +179,32 @@ class ReshardSums:
         sums[Sum.DEVICE] += seconds
         sums[Sum.BACKWARD_ROOM] += seconds
         sums[Sum.HOST] += prices.launch if size else 0.0
+
+    def add_casts(self, tensor: NamedTensor, sums: Floats, held: StorageOption, want: Sharding) -> None:
+        """Add the casts of a parameter to the dtype of the compute, and of its gradient."""
+        prices, trains = self.setting.prices, tensor.requires_grad and self.setting.trains
+        size = prices.cast_bytes(tensor.name, held.layout)
+        self._add_cast(sums, size, Sum.FORWARD_ROOM, held.lasting)
+        if size and want.splits == held.layout.splits:
+            # Autograd saves the copy.
+            sums[Sum.KEPT_GIB] += self.setting.stored_share * self.gib(TensorCut.of(tensor, self.setting), want)
+        if not trains:
+            return
+        deferred = held.defers(want)
+        summed = self.setting.options.micro_batches > 1 and deferred
+        size = prices.gradient_cast_bytes(tensor.name, want, held.layout, summed)
+        self._add_cast(sums, size, Sum.BACKWARD_ROOM, deferred)
+        if held.again:
+            self._add_cast(sums, prices.cast_bytes(tensor.name, held.layout), Sum.BACKWARD_ROOM, once=False)
+
+    def _add_cast(self, sums: Floats, size: float, room: Sum, once: bool) -> None:
+        prices = self.setting.prices
+        seconds = seconds_of_bytes(size, prices.device)
+        if once:
+            sums[Sum.FORWARD_ONCE if room is Sum.FORWARD_ROOM else Sum.BACKWARD_ONCE] += seconds
+        elif size:
+            sums[[Sum.DEVICE, room]] += seconds
+            sums[Sum.HOST] += prices.launch
 
 
 def block_of(name: str) -> str:
@@ -287,10 +318,12 @@ class CostTables:
         wants: Sequence[Wants],
         handled: ParameterUse,
         accumulates: Callable[[Sharding], float] | None = None,
+        casts: Callable[[Floats, StorageOption, Sharding], None] | None = None,
     ) -> CostTable:
         """Return the table of a parameter: shardings of its storage, shardings that ops need.
 
-        With `accumulates`, the cost of adding the gradient to that of earlier micro-batches is included.
+        With `accumulates`, the cost of adding the gradient to that of earlier micro-batches is included; with `casts`
+        that of casting it between the dtypes of a step.
         """
 
         def made(rows: Sequence[StorageOption], columns: Sequence[Wants]) -> Parts:
@@ -307,9 +340,13 @@ class CostTables:
                     if accumulates is not None and first is not None:
                         held = first if one.defers(first) else one.layout
                         self.ways.add_accumulated(sums[:, i, j], accumulates(held))
+                    if casts is not None and first is not None:
+                        casts(sums[:, i, j], one, first)
             return {key: sums[key] for key in Sum if sums[key].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
 
-        return self._table(("parameters", cut, handled, accumulates is not None), stored, wants, made)
+        return self._table(
+            ("parameters", cut, handled, accumulates is not None, casts is not None), stored, wants, made
+        )
 
     def shared(self, cut: TensorCut, stored: Sequence[StorageOption], handled: ParameterUse) -> Parts:
         """Return the cost of resharding a parameter once for several ops, for each storage option."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.bound_layout import BoundLayout
+from autopar.sharding.options import sum_dtype
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver import Floats
 from autopar.solver.candidates import StorageOption, is_dtensor_sharding, options_of, stored_of
@@ -39,7 +40,8 @@ class StorageVariables(ModelBuilder):
                 kept = (node.name, tensor.name) in self.kept.operands
                 handled = self.tables.handled(tensor, kept, later=number > 0, measured=node is self.product)
                 accumulates = self._accumulated_bytes(tensor) if first else None
-                table = self.tables.parameters(cut, stored, want, handled, accumulates)
+                casts = partial(self.tables.ways.add_casts, tensor) if number == 0 and cut.casts else None
+                table = self.tables.parameters(cut, stored, want, handled, accumulates, casts)
                 self.factors.append(Factor((place, self.place["op", node.name]), table))
                 if number == 0 and cut.trained and len(users) > 1:
                     self._add_gradients(tensor, node, want, len(users) - 1)
@@ -106,7 +108,7 @@ class StorageVariables(ModelBuilder):
             for i, one in enumerate(stored):
                 if tensor.kind == "param" and tensor.requires_grad and self.setting.trains:
                     prices = self.setting.prices
-                    size = prices.optimizer_bytes(tensor.name, one.layout, options.optimizer, options.master_dtype)
+                    size = prices.optimizer_bytes(tensor.name, one.layout, options.optimizer)
                     sums[Sum.OPTIMIZER, i] += size / prices.device.stream
                 self._stored_memory(sums[:, i], tensor, one)
                 if tensor.kind == "input" and not options.local_inputs:
@@ -125,11 +127,12 @@ class StorageVariables(ModelBuilder):
             sums[Sum.KEPT_GIB] += inputs + (size if tensor.kind == "input" and one.layout != whole else 0.0)
             sums[Sum.STEP_GIB] += inputs
             return
-        master = (options.master_dtype or tensor.dtype).itemsize / tensor.dtype.itemsize
-        held = size * (master + (1.0 if options.master_dtype not in (None, tensor.dtype) else 0.0))
+        precision, numel = options.precision, size / tensor.dtype.itemsize
+        held = numel * precision.stored(tensor.dtype).itemsize
         if tensor.requires_grad and self.setting.trains:
-            held += size * master * self.optimizer.states
-            gradient = (options.gradient_dtype or options.master_dtype or tensor.dtype).itemsize / tensor.dtype.itemsize
+            held += numel * precision.state(tensor.dtype).itemsize * self.optimizer.states
+            kind = sum_dtype(tensor.dtype) if self._accumulates() else precision.stored(tensor.dtype)
+            gradient = kind.itemsize / tensor.dtype.itemsize
             stays = self._accumulates() or not any(one.layout.splits)  # sums have a buffer of their own
             sums[Sum.KEPT_GIB] += size * gradient if stays else 0.0
             sums[Sum.STEP_GIB] += size * gradient
@@ -137,11 +140,11 @@ class StorageVariables(ModelBuilder):
         sums[Sum.STEP_GIB] += held
 
     def _accumulates(self) -> bool:
-        return self.setting.options.micro_batches > 1 or self.setting.options.gradient_dtype is not None
+        return self.setting.options.micro_batches > 1
 
     def _accumulated_bytes(self, tensor: NamedTensor) -> Any:
-        prices, master = self.setting.prices, self.setting.options.master_dtype
-        return lambda layout: prices.gradient_accumulation(tensor.name, layout, master).bytes
+        prices = self.setting.prices
+        return lambda layout: prices.gradient_accumulation(tensor.name, layout).bytes
 
     def _add_gradients(self, tensor: NamedTensor, node: NamedNode, wants: Sequence[Wants], times: int) -> None:
         """Add the sum of a parameter's gradients, in the sharding of its first user."""

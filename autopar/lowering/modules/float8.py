@@ -1,0 +1,144 @@
+"""Linears in float8: operands are scaled and rounded, multiplied, and the products summed in float32.
+
+Each rank scales what it multiplies: a tensor by one number, or each row of the left and each column of the right
+operand by its own. Scales are powers of two, so that scaling rounds nothing, and rounding a rounded tensor again
+changes nothing. Inputs and weights are e4m3. Gradients of results are e5m2, which has more range, or e4m3 with a scale
+for each row. `torch._scaled_mm` multiplies; sizes that it does not take are multiplied in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.analysis.float8_linears import in_float8
+from autopar.ir.precision import Precision
+from autopar.ir.values import NamedNode, NamedTensor
+from autopar.rules.shard_call.local_call import LocalCall
+
+__all__ = ["E4M3", "FLOAT8_LINEAR", "float8_arguments", "float8_linear", "rounded", "scale_of", "scaled"]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# `torch._scaled_mm` takes sizes that are multiples of it.
+MULTIPLE = 16
+
+_LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("float8_linear(Tensor input, Tensor weight, Tensor? bias, bool rows) -> Tensor")
+_LIBRARY.define("float8_linear_backward(Tensor gradient, Tensor input, Tensor weight, bool rows) -> (Tensor, Tensor)")
+
+
+def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: bool) -> Tensor:
+    """Return `linear(x, weight, bias)` of operands in float8, with a scale for each row or for each tensor."""
+    found: Tensor = torch.ops.autopar.float8_linear.default(x, weight, bias, rows)
+    return found
+
+
+def float8_arguments(
+    node: NamedNode, tensors: Mapping[str, NamedTensor], local: LocalCall, precision: Precision
+) -> tuple[Any, ...] | None:
+    """Return the arguments of a linear for `FLOAT8_LINEAR`; None for ops that are not in float8."""
+    if not in_float8(node, tensors, precision):
+        return None
+    return (*(local.arguments[name] for name in ("input", "weight", "bias")), precision.linears == "fp8-rows")
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    """Return the power of two by which numbers up to `largest` fill the range of a dtype; 1 for zeros, NaN for inf."""
+    ratio = torch.finfo(dtype).max / largest.float()
+    # The exponent of a mantissa in [1/2, 1), less one, is that of the power of two below the ratio.
+    exponent = torch.where(ratio.isinf(), 126, torch.frexp(ratio).exponent - 1)
+    # Beyond these exponents the scale or its inverse is no normal float32.
+    found = torch.where(largest == 0, 1.0, torch.ldexp(torch.ones_like(ratio), exponent.clamp(-126, 126)))
+    # An overflow must show in the result: casts to float8 may turn infinity into the largest number.
+    return torch.where(largest.isfinite(), found, torch.nan)
+
+
+def scaled(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
+    """Return a matrix in float8 and its scale: one number, or one for each slice along a reduced dim."""
+    largest = _largest(x, dim)
+    scale = scale_of(largest, dtype)
+    return (x * scale.to(x.dtype)).to(dtype), scale
+
+
+def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    """Return the numbers of a tensor as float8 has them under a scale."""
+    return (x * scale.to(x.dtype)).to(dtype).to(x.dtype) / scale.to(x.dtype)
+
+
+def _largest(x: Tensor, dim: int | None) -> Tensor:
+    if not x.numel():
+        return x.new_zeros(() if dim is None else (x.shape[0], 1) if dim == 1 else (1, x.shape[1]))
+    if dim is None:
+        low, high = torch.aminmax(x)
+    else:
+        low, high = torch.aminmax(x, dim=dim, keepdim=True)
+    return torch.maximum(-low, high)
+
+
+def product(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, torch.dtype], rows: bool) -> Tensor:
+    """Return `a @ b` of operands in float8, in the dtype of `a`."""
+    left, left_scale = scaled(a, dtypes[0], 1 if rows else None)
+    right, right_scale = scaled(b, dtypes[1], 0 if rows else None)
+    inverses = left_scale.reciprocal(), right_scale.reciprocal()
+    if 0 in (*a.shape, *b.shape) or any(size % MULTIPLE for size in (*a.shape, *b.shape)) or not _has_kernel(a):
+        return emulated(left, right, inverses, a.dtype)
+    # The kernel reads the right operand by columns.
+    right = right if right.stride(0) == 1 else right.t().contiguous().t()
+    made: Tensor = torch._scaled_mm(
+        left.contiguous(), right, scale_a=inverses[0], scale_b=inverses[1], out_dtype=a.dtype
+    )
+    return made
+
+
+def emulated(left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return a product of matrices in float8 by a product in float32."""
+    return (left.float() @ right.float() * (inverses[0] * inverses[1])).to(dtype)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    if x.is_cuda:
+        return torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return x.device.type == "cpu"
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: bool) -> Tensor:
+    made = product(x.reshape(-1, x.shape[-1]), weight.t(), (E4M3, E4M3), rows)
+    made = made if bias is None else made + bias
+    return made.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _linear_backward(gradient: Tensor, x: Tensor, weight: Tensor, rows: bool) -> tuple[Tensor, Tensor]:
+    kind = E4M3 if rows else E5M2
+    above, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    of_input = product(above, weight, (kind, E4M3), rows).reshape(x.shape)
+    return of_input, product(above.t(), inputs, (kind, E4M3), rows)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, ctx.rows = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    of_input, of_weight = torch.ops.autopar.float8_linear_backward.default(gradient, x, weight, ctx.rows)
+    of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.has_bias else None
+    return of_input, of_weight, of_bias, None
+
+
+_LIBRARY.impl("float8_linear", _linear, "CompositeExplicitAutograd")
+_LIBRARY.impl("float8_linear_backward", _linear_backward, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "autopar::float8_linear", lambda x, weight, bias, rows: x.new_empty(*x.shape[:-1], weight.shape[0]), lib=_LIBRARY
+)
+torch.library.register_fake(
+    "autopar::float8_linear_backward",
+    lambda gradient, x, weight, rows: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    lib=_LIBRARY,
+)
+FLOAT8_LINEAR = torch.ops.autopar.float8_linear.default
+torch.library.register_autograd("autopar::float8_linear", _backward, setup_context=_setup, lib=_LIBRARY)

@@ -1,0 +1,97 @@
+"""Linears in float8 beside torch's own product of float8 matrices, and what rounding and scaling keep exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.lowering.modules import float8
+from autopar.lowering.modules.float8 import E4M3, E5M2, float8_linear, rounded, scale_of
+
+
+def operands(k: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, weight, bias, gradient = (
+        (torch.randn(shape) * size).bfloat16()
+        for shape, size in (((2, 16, k), 3), ((48, k), 0.02), ((48,), 1), ((2, 16, 48), 1e-4))
+    )
+    return x, weight, bias, gradient
+
+
+def reference(a: Tensor, b: Tensor, dtype: torch.dtype, rows: bool) -> Tensor:
+    """Return `a @ b` as `torch._scaled_mm` multiplies it, with scales by the definition of a power of two."""
+    kinds = (dtype, E4M3)
+    largest = [a.abs().amax(1, keepdim=True), b.abs().amax(0, keepdim=True)] if rows else [a.abs().max(), b.abs().max()]
+    scales = [
+        2.0 ** torch.floor(torch.log2(torch.finfo(kind).max / one.double())).float()
+        for one, kind in zip(largest, kinds, strict=True)
+    ]
+    left, right = ((m.float() * s).to(kind) for m, s, kind in zip((a, b), scales, kinds, strict=True))
+    right = right.t().contiguous().t()
+    inverses = [1 / scale for scale in scales]
+    return torch._scaled_mm(
+        left.contiguous(), right, scale_a=inverses[0], scale_b=inverses[1], out_dtype=torch.bfloat16
+    )
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("rows", [False, True])
+def test_results_and_gradients_are_those_of_torch(rows: bool, emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if emulated:
+        monkeypatch.setattr(float8, "_has_kernel", lambda x: False)
+    x, weight, bias, gradient = (one.requires_grad_() for one in operands())
+    made = float8_linear(x, weight, bias, rows)
+    made.backward(gradient)
+    flat, above, kind = x.detach().flatten(0, 1), gradient.detach().flatten(0, 1), E4M3 if rows else E5M2
+    expected = (
+        reference(flat, weight.detach().t(), E4M3, rows) + bias.detach(),
+        reference(above, weight.detach(), kind, rows),
+        reference(above.t(), flat, kind, rows),
+        above.sum(0),
+    )
+    found = (made.detach().flatten(0, 1), x.grad, weight.grad, bias.grad)
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert torch.equal(one.reshape(other.shape), other)
+    exact = functional.linear(x.detach().float(), weight.detach().float(), bias.detach().float())
+    error = (made.detach().float() - exact).norm() / exact.norm()
+    assert 1e-3 < float(error) < 0.05, "three bits of mantissa"
+
+
+def test_sizes_that_no_kernel_takes() -> None:
+    x, weight, bias, _ = operands(k=40)
+    made = float8_linear(x[:, :3], weight, bias, rows=True)
+    kept = rounded(x[:, :3], scale_of(x[:, :3].abs().amax(-1, keepdim=True))).float()
+    weights = rounded(weight, scale_of(weight.abs().amax(-1, keepdim=True))).float()
+    assert torch.equal(made, functional.linear(kept, weights).bfloat16() + bias)
+    assert float8_linear(x[:, :0], weight, bias, rows=False).shape == (2, 0, 48)
+
+
+def test_scales_are_powers_of_two_that_fill_the_range() -> None:
+    torch.manual_seed(0)
+    largest = torch.cat([torch.logspace(-30, 30, 500), torch.tensor([448.0, 449.0, 224.0, 225.0])])
+    scale = scale_of(largest)
+    assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+    assert float((largest * scale).max()) <= 448
+    assert float((largest * scale).min()) > 224 * (1 - 1e-6)
+    assert scale_of(torch.tensor([0.0, 1e-40])).tolist() == [1.0, 2.0**126]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_an_overflow_shows(value: float, rows: bool) -> None:
+    x, weight, bias, _ = operands()
+    x[0, 3, 5] = value
+    made = float8_linear(x, weight, bias, rows)
+    assert made[0, 3].isnan().all()
+    assert bool(made[1].isfinite().all()) is rows, "scales of rows keep it to its row"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rounding_again_changes_nothing(seed: int) -> None:
+    torch.manual_seed(seed)
+    x = (torch.randn(4096) * 10.0 ** (2 * seed - 4)).bfloat16()
+    once = rounded(x, scale_of(x.abs().max()))
+    assert torch.equal(rounded(once, scale_of(once.abs().max())), once)
