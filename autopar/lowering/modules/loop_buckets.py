@@ -137,6 +137,8 @@ def _named(module: nn.Module, path: str) -> Any:
 class _Reduction:
     """Reduction of the gradients of a bucket that has begun; None stands for no gradient."""
 
+    # A compiler takes the bodies of the loop, and no collective that works in place.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __init__(self, state: BucketState, gradients: Sequence[Tensor | None]) -> None:
         bucket, handling = state.bucket, state.bucket.handling
         self.count, self.stored = len(gradients), handling.stored
