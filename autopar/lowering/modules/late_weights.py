@@ -6,13 +6,11 @@ input and the gradient of the result. A schedule of a pipeline computes it later
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.fx import Node
 
 from autopar.sharding.pipelining import PRODUCTS
@@ -33,8 +31,7 @@ def operands_of(node: Node) -> tuple[Node, Node | None] | None:
     return weight, bias
 
 
-@dataclass(frozen=True)
-class _LateGradient:
+class _LateGradient(NamedTuple):
     """Operands of the gradients of a weight and a bias, as matrices."""
 
     product: LateProduct
@@ -44,13 +41,14 @@ class _LateGradient:
 
     def add(self, put: Callable[[int, Tensor], None]) -> None:
         """Compute the gradients, and hand them on with the places of their tensors."""
-        if self.product.is_linear:
-            put(self.product.weight, self.gradients.t().mm(self.inputs))
+        product, inputs, gradients, has_bias = self
+        if product.is_linear:
+            put(product.weight, gradients.t().mm(inputs))
         else:
-            put(self.product.weight, self.inputs.t().mm(self.gradients))
-        if self.has_bias:
-            assert self.product.bias is not None, "its gradient is wanted"
-            put(self.product.bias, self.gradients.sum(0))
+            put(product.weight, inputs.t().mm(gradients))
+        if has_bias:
+            assert product.bias is not None, "its gradient is wanted"
+            put(product.bias, gradients.sum(0))
 
 
 class LateWeights:
@@ -74,11 +72,12 @@ class LateProduct(nn.Module):
     def __init__(self, op: Any, weight: int, bias: int | None, late: LateWeights) -> None:
         super().__init__()
         self.op, self.weight, self.bias, self.late = op, weight, bias, late
-        self.places = PRODUCTS[str(op)]
+        # Places among the operands.
+        self.input_at, self.weight_at, self.bias_at = PRODUCTS[str(op)]
         self.is_linear = op is aten.linear.default
 
     def forward(self, *operands: Tensor | None) -> Tensor:
-        _, weight, bias = self._of(operands)
+        weight, bias = operands[self.weight_at], self.bias_of(operands)
         is_late = torch.is_grad_enabled() and weight is not None and weight.requires_grad and weight.ndim == 2
         if is_late and (bias is None or bias.ndim == 1):
             found: Tensor = _LateProduct.apply(self, *operands)  # type: ignore[no-untyped-call]
@@ -86,9 +85,10 @@ class LateProduct(nn.Module):
             found = self.op(*operands)
         return found
 
-    def _of(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what belongs to the input, the weight and the bias."""
-        return tuple(None if i is None or i >= len(operands) else operands[i] for i in self.places)
+    def bias_of(self, operands: Sequence[Any]) -> Any:
+        """Return what belongs to the bias; None without one."""
+        at = self.bias_at
+        return None if at is None or at >= len(operands) else operands[at]
 
     def extra_repr(self) -> str:
         return f"{self.op}, with the gradient of its weight put off"
@@ -97,24 +97,22 @@ class LateProduct(nn.Module):
 class _LateProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, product: LateProduct, *operands: Tensor | None) -> Tensor:
-        x, weight, _ = product._of(operands)
         ctx.product = product
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(operands[product.input_at], operands[product.weight_at])
         found: Tensor = product.op(*operands)
         return found
 
+    # The loop computes no second derivatives, so gradients have no graph.
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         product: LateProduct = ctx.product
-        wanted = product._of(ctx.needs_input_grad[1:])
+        _, *wanted = ctx.needs_input_grad
+        shape = x.shape
         flat = gradient.reshape(-1, gradient.shape[-1])
-        late = _LateGradient(product, x.reshape(-1, x.shape[-1]), flat, bool(wanted[2]))
-        product.late.append(late)
-        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        if wanted[0]:
-            assert product.places[0] is not None, "a product has an input"
-            other = weight if product.is_linear else weight.t()
-            found[1 + product.places[0]] = flat.mm(other).reshape(x.shape)
+        has_bias = bool(product.bias_of(wanted))
+        product.late.append(_LateGradient(product, x.reshape(-1, shape[-1]), flat, has_bias))
+        found: list[Tensor | None] = [None] * (1 + len(wanted))
+        if wanted[product.input_at]:
+            found[1 + product.input_at] = flat.mm(weight if product.is_linear else weight.t()).reshape(shape)
         return tuple(found)
