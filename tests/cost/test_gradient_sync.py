@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from autopar.cost.gradient_sync import late_seconds
-from autopar.cost.hardware.cluster import Jitter
+from autopar.cost.hardware.cluster import Jitter, load_cluster
+from autopar.errors import ClusterError
+from autopar.files import data_folder
 from autopar.mesh import Mesh
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.replicas import Drift
@@ -60,3 +64,15 @@ def test_late_meetings_wait_less() -> None:
     waits = [late_seconds(SOMETIMES, 1, drift_of(f"{line}{more}", 16), STEP) for more in ("", ", late 4", ", late 8")]
     assert waits == sorted(waits, reverse=True)
     assert waits[2] < 0.9 * waits[0]
+
+
+def test_a_cluster_file_says_how_steps_vary(tmp_path: Path) -> None:
+    text = (data_folder("cost_models") / "h100.toml").read_text()
+    path = tmp_path / "mine.toml"
+    head, rest = text.split("\n", 1)
+    path.write_text(f'jitter = {{ share = "12.5 %", by = "50 ms" }}\n{head}\n{rest}')
+    assert load_cluster(path).jitter == SOMETIMES
+    assert load_cluster("h100").jitter is None
+    path.write_text(f'jitter = {{ shares = "12.5 %" }}\n{head}\n{rest}')
+    with pytest.raises(ClusterError, match="unknown key 'shares'; did you mean 'share'"):
+        load_cluster(path)

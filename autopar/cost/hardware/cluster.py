@@ -243,7 +243,8 @@ def _load(path: Path, stamp: int) -> Cluster:
         sources |= {f"{name}-{source}": found for source, found in shared.sources().items()}
         uncited += [f"part.{i}.device.{quantity}" for quantity in shared.uncited]
     cited = MappingProxyType(sources)
-    return Cluster(own.name, own.description, device, own.level, library, parts, cited, (*uncited, *document.uncited))
+    missing = (*uncited, *document.uncited)
+    return Cluster(own.name, own.description, device, own.level, library, parts, cited, missing, jitter=own.jitter)
 
 
 @dataclass(frozen=True)
