@@ -74,6 +74,14 @@ def test_all_ways_give_the_same(layout: str, routing: str) -> None:
     assert difference_of(graph, assigned(graph, layout), inputs) < 1e-12
 
 
+def test_axes_of_one_rank_change_nothing() -> None:
+    graph, inputs = traced("mixed")
+    layout = parse_layout("batch -> one*a; expert -> a*one")
+    assert difference_of(graph, propagate(graph, layout, SubMesh({"one": 1, "a": 2})), inputs) < 1e-12
+    layout = parse_layout("batch -> one; expert -> one")
+    assert difference_of(graph, propagate(graph, layout, SubMesh({"one": 1})), inputs) < 1e-12
+
+
 def test_one_dispatch_serves_the_block() -> None:
     graph, _ = traced("mixed")
     found = [node.op.split(".")[1] for node in graph.nodes if node.routed]

@@ -292,7 +292,9 @@ def _set_generators(states: tuple[Tensor, Tensor | None]) -> None:
 
 # -- under torch.compile ----------------------------------------------------------------------------------------------
 
-_KEPT = ("mm", "addmm", "convolution", "_scaled_dot_product", "wait_tensor")
+# Of routed rows also their order: what it takes to find it again is an exchange of counts.
+_ROUTED = ("multiply_groups", "sort_rows", "row_exchange", "exchange_rows")
+_KEPT = ("mm", "addmm", "convolution", "_scaled_dot_product", "wait_tensor", *_ROUTED)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -109,12 +109,12 @@ class RoutedRows:
     def _sorted(self, name: str, key: str, sharding: Sharding, keys: Node) -> _Order:
         """Return the order of rows of a rank that has their keys."""
         atoms = atoms_of(self.graph.tensors[name])
-        place = key, rows_of(atoms, sharding)
+        place = key, self._splits(atoms, sharding)
         known = self.orders.get(place)
         if known is None or known.inverse is None:
-            every = not any(split for i, split in enumerate(sharding.splits) if atoms.role(i) == GROUP)
             groups = _positions(atoms, self._pieces(atoms, sharding), GROUP)
             assert len(groups) == groups[-1] - groups[0] + 1, f"{name}: the groups of a rank follow each other"
+            every = len(groups) == prod(size for i, size in enumerate(atoms.sizes) if atoms.role(i) == GROUP)
             made = self.module(f"{key}_order", SortRows(int(groups[0]), len(groups), every), (keys,))
             order, inverse, counts = self._items(made, 3)
             known = self.orders[place] = _Order(counts, order, inverse, order)
@@ -123,7 +123,11 @@ class RoutedRows:
     def _order_of(self, name: str | None, sharding: Sharding | None) -> _Order:
         assert name is not None, "an op of routed rows has rows"
         assert sharding is not None, name
-        return self.orders[self.keys[name], rows_of(atoms_of(self.graph.tensors[name]), sharding)]
+        return self.orders[self.keys[name], self._splits(atoms_of(self.graph.tensors[name]), sharding)]
+
+    def _splits(self, atoms: Atoms, sharding: Sharding) -> _Splits:
+        """Return the splits of the dim of rows, as steps have them: without axes of one rank."""
+        return rows_of(atoms, sharding.without([axis for axis, size in self.axes.items() if size == 1]))
 
     # -- reshards
 
