@@ -179,7 +179,11 @@ class _MultiplyGroups(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_rows = _multiplied(gradient, matrices.transpose(1, 2), counts, ctx.product)
         if ctx.needs_input_grad[1]:
-            of_matrices = _SumGroups.apply(rows, gradient, counts, ctx.product)  # type: ignore[no-untyped-call]
+            # In the order of memory of the matrices: a weight that is used transposed would copy its gradient.
+            turned = matrices.stride(1) < matrices.stride(2)
+            pair = (gradient, rows) if turned else (rows, gradient)
+            found: Tensor = _SumGroups.apply(*pair, counts, ctx.product)  # type: ignore[no-untyped-call]
+            of_matrices = found.transpose(1, 2) if turned else found
         return of_rows, of_matrices, None, None
 
 
