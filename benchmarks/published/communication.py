@@ -68,7 +68,7 @@ def _timing(one: Measured) -> Timing:
 
 
 def predicted_seconds(one: Measured) -> float:
-    """Return autopar's prediction; all ranks of all nodes take part."""
+    """Return autopar's prediction of one collective of the library; all ranks of all nodes take part."""
     assert one.cluster is not None, f"{one.label} has no cluster"
     inside = one.ranks // one.nodes
     network = Network(_with_ranks(one.cluster, inside, one.nodes), {"outer": one.nodes, "inner": inside})
@@ -76,7 +76,7 @@ def predicted_seconds(one: Measured) -> float:
     if one.only:
         curves = [curve for curve in network.curves(one.kind, axes) if curve.algorithm.split()[0] == one.only]
         return min(curve.seconds(one.buffer_bytes) for curve in curves)
-    return network.seconds(one.kind, axes, one.buffer_bytes)
+    return network.library_seconds(one.kind, axes, one.buffer_bytes)
 
 
 def _with_ranks(cluster: Cluster, ranks: int, nodes: int) -> Cluster:
