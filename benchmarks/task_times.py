@@ -27,7 +27,7 @@ __all__ = ["StepTrace", "TaskTimes", "bubble", "halves"]
 
 
 class Timed(NamedTuple):
-    """Task: its begin and end, the time without waiting for messages, and the processor's time."""
+    """Task: its begin and end, the time without waiting for messages, and the processor's time without any."""
 
     task: StageTask
     begin: float
@@ -64,9 +64,7 @@ class TaskTimes:
                 trace.tasks.append(Timed(item, begin, end, end - begin - (waited - before), processor))
             elif trace.tasks:
                 last = trace.tasks[-1]
-                trace.tasks[-1] = last._replace(
-                    end=end, busy=last.busy + end - begin, processor=last.processor + processor
-                )
+                trace.tasks[-1] = last._replace(end=end, busy=last.busy + end - begin)
 
         def received(one: Any, route: int, micro_batch: int, backward: bool) -> Tensor:
             nonlocal waited

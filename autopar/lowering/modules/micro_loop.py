@@ -285,8 +285,8 @@ class GradientSums:
         leaf = self.leaves[place]
         if self.is_half:
             self._widen(place, gradient)
-        elif leaf.grad is not None:
-            leaf.grad += gradient
+        elif (total := leaf.grad) is not None:
+            total += gradient
         elif place in self._totals:
             self._totals[place] += gradient
         else:
