@@ -88,6 +88,32 @@ def test_one_dispatch_serves_the_block() -> None:
     assert found == ["dispatch", "grouped", "tanh", "grouped", "combine"]
 
 
+class LowRank(Experts):
+    """A frozen first product with a pair of narrow ones beside it, as LoRA adds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(EXPERTS, D, 2))
+        self.b = nn.Parameter(torch.randn(EXPERTS, 2, F))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        rows, key, multiply = x.reshape(-1, D), chosen.reshape(-1), torch.ops.autopar.expert_rows
+        added = multiply(multiply(rows, self.a, key, PRODUCT), self.b, key, PRODUCT)
+        hidden = multiply(rows, self.up, key, PRODUCT) + added
+        return multiply(hidden.tanh(), self.down, key, PRODUCT).reshape(x.shape).square()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layout", ["batch -> a; expert -> a", "expert -> a*b"])
+def test_narrow_products_share_the_dispatch(layout: str) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(BATCH, SEQ, D, dtype=torch.float64, requires_grad=True), ROUTINGS["mixed"]
+    dims = {"x": "batch seq d", "chosen": "batch seq", "up": "expert d f"}
+    graph = autopar.trace(LowRank().double(), inputs, dims=dims)
+    assert [node.op for node in graph.nodes].count("autopar.dispatch.default") == 1
+    assert difference_of(graph, assigned(graph, layout), inputs) < 1e-12
+
+
 def exchanges(layout: str) -> list[str]:
     graph, _ = traced("mixed")
     found = inserted_reshards(graph, assigned(graph, layout))
