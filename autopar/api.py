@@ -121,7 +121,7 @@ def parallelize(
             from the number of processes; several, or `"?"` for `"dp=?,tp=?"`, are searched.
         inputs: example arguments; without them the model is traced at its first call.
         layout: text, a `.lay` file, the name of a strategy, or a plan.
-        cluster: the cluster that a search prices plans on, as in `autopar.plan`.
+        cluster: the cluster that a search prices plans on, as in `autopar.plan`; `by speed` takes its speeds.
         memory: the limit per device.
         dims: names for dims of inputs, parameters and buffers, by name or pattern.
         optimizer: the optimizer whose states count as memory.

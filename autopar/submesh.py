@@ -89,6 +89,14 @@ class SubMesh(dict[str, int]):
         """Return the same axes, for prices of the rank at a coordinate."""
         return SubMesh(self, self.ranks, self.shares, coordinate)
 
+    @property
+    def longest(self) -> dict[str, int]:
+        """Coordinates of a rank with the longest shards, or of the one that is priced."""
+        found = dict.fromkeys(self, 0)
+        for axis, weights in () if self.shares is None else self.shares.weights:
+            found[axis] = self.seen_from.get(axis, weights.index(max(weights)))
+        return found
+
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """Return the rank at these positions along all axes."""
         index = 0

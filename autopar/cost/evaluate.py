@@ -16,18 +16,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from autopar.cost.compute.rates import peak_of
 from autopar.cost.gradient_sync import MeetingCosts, late_seconds, meeting_costs
-from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.hardware.cluster import Cluster, Device
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.pipeline import PartTimes, PricedStage, pipelined
 from autopar.cost.profile import Profile, Task, profile, profile_parts
+from autopar.cost.unequal_devices import RankKind, devices_of, rank_kinds
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
@@ -67,6 +68,16 @@ class CommunicationCosts:
 
 
 @dataclass(frozen=True)
+class KindCosts:
+    """Time and memory of ranks with equal devices and equal shares of the samples."""
+
+    kind: RankKind
+    step_seconds: float
+    compute_seconds: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
 class Costs:
     """Time and memory of one step of a plan: all micro-batches and the optimizer."""
 
@@ -92,11 +103,21 @@ class Costs:
     late_seconds: float = 0.0
     # Of replicas that drift; the other costs are those of one of them.
     meetings: MeetingCosts | None = None
+    # Of unequal devices or shares; the other times are those of the slowest kind of ranks, the memory that of the one
+    # nearest to its limit.
+    kinds: tuple[KindCosts, ...] = ()
+    # Memory limit of the device with this memory, as a share of the limit of the cluster's device.
+    memory_fraction: float = 1.0
 
     @property
     def communication_seconds(self) -> float:
         """Return the time of all collectives, exposed or overlapped."""
         return sum(one.seconds for one in self.communication)
+
+    @property
+    def limited_bytes(self) -> float:
+        """Return the peak to compare with the limit of the cluster's device: more than its own on a smaller device."""
+        return self.memory.peak_bytes / self.memory_fraction
 
     def seconds_of(self, of: str) -> float:
         """Return the time of all collectives of `values` or of `parameters`."""
@@ -157,49 +178,146 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
             f"the plan is for another graph than this one ({plan.graph}, not {graph.fingerprint})\n"
             "fix: trace the model with the inputs that the plan was made for, or plan again"
         )
-    lowered = lower_step(graph, plan)
-    if plan.assignment.pipelining is None:
-        every: tuple[Profile, ...] = (profile(lowered, cluster),)
-        found, stages = every, tuple[PricedStage, ...]()
-        sums = _sums(found, lowered, cluster)
-        step, costs = sums.seconds, memory(lowered)
-    else:
-        every = profile_parts(lowered, cluster)
-        step, stages = pipelined(lowered, cluster, [part_times(one, cluster) for one in every])
-        busiest = max(stages, key=lambda stage: stage.busy_seconds + stage.parameters_seconds)
-        found = tuple(every[part] for part in busiest.parts)
-        sums = _sums(found, lowered, cluster)
-        if cluster.device.core_fraction < 1.0:
-            sums = sums.faster(lowered.plan.options.micro_batches * busiest.pass_seconds, busiest.busy_seconds)
-        costs = max((stage.memory for stage in stages), key=lambda one: one.peak_bytes)
-    count = lowered.plan.options.micro_batches
-    own_step, meetings, late = step, None, 0.0
+    costs = _of_replica(lower_step(graph, plan), cluster)
+    step = costs.step_seconds
     if plan.drift is not None:
-        meetings = meeting_costs(graph, plan, plan.drift, cluster, own_step)
-        step, late = step + meetings.seconds, meetings.late_seconds
-        costs = costs.with_meetings(meetings.memory_bytes, meetings.temporary_bytes)
+        meetings = meeting_costs(graph, plan, plan.drift, cluster, step)
+        total, late = step + meetings.seconds, meetings.late_seconds
+        kept = costs.memory.with_meetings(meetings.memory_bytes, meetings.temporary_bytes)
+        costs = replace(costs, memory=kept, meetings=meetings)
     elif cluster.jitter is not None:
         late = late_seconds(cluster.jitter, plan.mesh.size)
-        step += late
-    flops = count * every[0].model_flops
+        total = step + late
+    else:
+        return costs
+    return replace(costs, step_seconds=total, late_seconds=late, mfu=costs.mfu * step / total if total else 0.0)
+
+
+def _of_replica(lowered: LoweredStep, cluster: Cluster) -> Costs:
+    """Return the costs of a step without meetings and waiting for late ranks."""
+    plan = lowered.plan
+    if plan.assignment.pipelining is not None:
+        return _of_pipeline(lowered, cluster)
+    kinds = rank_kinds(cluster, plan.mesh, plan.options.links)
+    every = [(kind, _of_kind(lowered, kind, cluster)) for kind in kinds]
+    slowest = max((costs for _, costs in every), key=lambda costs: costs.step_seconds)
+    fullest = max((costs for _, costs in every), key=lambda costs: costs.limited_bytes)
+    if len(every) == 1:
+        return slowest
+    found = tuple(
+        KindCosts(kind, costs.step_seconds, costs.compute.seconds, costs.memory.peak_bytes) for kind, costs in every
+    )
+    return replace(slowest, memory=fullest.memory, memory_fraction=fullest.memory_fraction, kinds=found)
+
+
+def on_slowest(lowered: LoweredStep, cluster: Cluster) -> tuple[LoweredStep, Cluster]:
+    """Return a step as the slowest ranks run it, with the cluster of their devices."""
+    kinds = rank_kinds(cluster, lowered.plan.mesh, lowered.plan.options.links)
+    slowest = kinds[0]
+    if len(kinds) > 1:
+        slowest = max(kinds, key=lambda kind: _of_kind(lowered, kind, cluster).step_seconds)
+    return seen_by(lowered, slowest), cluster.with_device(slowest.device)
+
+
+def _of_kind(lowered: LoweredStep, kind: RankKind, cluster: Cluster) -> Costs:
+    """Return the costs of a step on the ranks of one kind."""
+    step, own = seen_by(lowered, kind), cluster.with_device(kind.device)
+    found = profile(step, own)
+    sums = _sums((found,), step, own)
+    flops = found.model_flops
+    return _costs(lowered, cluster, (found,), sums, sums.seconds, memory(step), kind.memory_fraction, flops)
+
+
+def _of_pipeline(lowered: LoweredStep, cluster: Cluster) -> Costs:
+    parts = priced_parts(lowered, cluster)
+    step, stages = pipelined(lowered, cluster, [part.times for part in parts])
+    busiest = max(stages, key=lambda stage: stage.busy_seconds + stage.parameters_seconds)
+    found = tuple(parts[part].profile for part in busiest.parts)
+    own = cluster.with_device(parts[busiest.parts[0]].device)
+    sums = _sums(found, lowered, own)
+    if own.device.core_fraction < 1.0:
+        sums = sums.faster(lowered.plan.options.micro_batches * busiest.pass_seconds, busiest.busy_seconds)
+    fractions = [min(parts[part].memory_fraction for part in stage.parts) for stage in stages]
+    fullest = max(range(len(stages)), key=lambda i: stages[i].memory.peak_bytes / fractions[i])
+    flops = parts[0].profile.model_flops
+    costs = _costs(lowered, cluster, found, sums, step, stages[fullest].memory, fractions[fullest], flops)
+    return replace(costs, bubble_seconds=step - sums.seconds, stages=stages)
+
+
+def _costs(
+    lowered: LoweredStep,
+    cluster: Cluster,
+    found: tuple[Profile, ...],
+    sums: _StepSums,
+    step: float,
+    memory_costs: MemoryCosts,
+    memory_fraction: float,
+    model_flops: float,
+) -> Costs:
+    count = lowered.plan.options.micro_batches
+    flops = count * model_flops
     # The peak is that of the dtype of most parameters.
-    dtypes = Counter(tensor.dtype for tensor in graph.parameters)
-    peak = peak_of(cluster.device, max(dtypes, key=dtypes.__getitem__, default=torch.float32))
+    dtypes = Counter(tensor.dtype for tensor in lowered.graph.parameters)
+    dtype = max(dtypes, key=dtypes.__getitem__, default=torch.float32)
+    every = devices_of(cluster, lowered.plan.mesh, lowered.plan.options.links)
+    ranks, devices = Counter(part for part, _ in every), dict(every)
+    peak = sum(number * peak_of(devices[part], dtype) for part, number in ranks.items())
     return Costs(
         step,
         sums.compute,
         _communication(found, count),
         sums.exposed_seconds,
-        costs,
+        memory_costs,
         flops,
         count * sum(task.flops for one in found for task in one),
-        flops / (step * plan.mesh.size * peak) if step else 0.0,
+        flops / (step * peak) if step else 0.0,
         sums.waiting_seconds,
-        own_step - sums.seconds if stages else 0.0,
-        stages,
-        late,
-        meetings,
+        memory_fraction=memory_fraction,
     )
+
+
+class PricedPart(NamedTuple):
+    """One part of a pipeline on the slowest ranks of its stage."""
+
+    profile: Profile
+    times: PartTimes
+    device: Device
+    # The least of the stage.
+    memory_fraction: float
+
+
+def priced_parts(lowered: LoweredStep, cluster: Cluster) -> list[PricedPart]:
+    """Return the parts of a pipeline, each on the devices of its stage."""
+    pipelining = lowered.plan.assignment.pipelining
+    assert pipelining is not None, "a pipeline has parts"
+    known: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[Profile, ...]] = {}
+    found: list[PricedPart] = []
+    for part in range(pipelining.stages * pipelining.chunks):
+        stage = {pipelining.axis: part % pipelining.stages}
+        kinds = rank_kinds(cluster, lowered.plan.mesh, lowered.plan.options.links, stage)
+        ways = []
+        for kind in kinds:
+            step, own = seen_by(lowered, kind), cluster.with_device(kind.device)
+            key = kind.part, tuple(step.plan.axes.seen_from.items())
+            if key not in known:
+                known[key] = profile_parts(step, own)
+            # A stage without ops still has its part.
+            if part < len(known[key]):
+                one = known[key][part]
+                ways.append(PricedPart(one, part_times(one, own), kind.device, kind.memory_fraction))
+        if ways:
+            slowest = max(ways, key=lambda way: way.times.forward + way.times.backward)
+            found.append(slowest._replace(memory_fraction=min(way.memory_fraction for way in ways)))
+    return found
+
+
+def seen_by(lowered: LoweredStep, kind: RankKind) -> LoweredStep:
+    """Return a step as the ranks of one kind run it: with their share of the samples."""
+    plan = lowered.plan
+    if plan.axes.shares is None:
+        return lowered
+    assignment = replace(plan.assignment, axes=plan.axes.seen(kind.coordinate))
+    return replace(lowered, plan=replace(plan, assignment=assignment))
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ class Network:
     def _units(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Return the number of units of each level that the largest part of a group joins."""
         if self.links:
-            placed = self._placed_axes()
+            placed = self.placed_axes()
             return tuple(prod(placed[axis][i] for axis in axes) for i in range(len(self.cluster.level)))
         counts: list[int] = []
         unit = 1
@@ -252,7 +252,7 @@ class Network:
             ranks = [rank + i * stride for rank in ranks for i in range(self.axes[axis])]
         return tuple(sorted(ranks))
 
-    def _placed_axes(self) -> dict[str, list[int]]:
+    def placed_axes(self) -> dict[str, list[int]]:
         """Return the units of each level for each axis, with some axes put on a level by `links`."""
         levels = self.cluster.level
         names = [level.name for level in levels]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.cost.evaluate import part_times
+from autopar.cost.evaluate import on_slowest, priced_parts
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.pipeline import parts_by_stage, step_times
-from autopar.cost.profile import Profile, Task, profile, profile_parts
+from autopar.cost.profile import Profile, Task, profile
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
@@ -94,12 +94,12 @@ def step_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
     """Return the timeline of a device, or of all stages of a pipeline."""
     if step.plan.assignment.pipelining is not None:
         return _stages_timeline(step, cluster)
-    return timeline_of(profile(step, cluster), step.plan.options.micro_batches)
+    return timeline_of(profile(*on_slowest(step, cluster)), step.plan.options.micro_batches)
 
 
 def _stages_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
     """Return a stream for each stage: gathers, the forwards and backwards of its parts, reductions, optimizer."""
-    times = [part_times(one, cluster) for one in profile_parts(step, cluster)]
+    times = [part.times for part in priced_parts(step, cluster)]
     found, count = step_times(step, cluster, times), step.plan.options.micro_batches
     events: list[Event] = []
     # The optimizer of every stage begins when all gradients are reduced, as `evaluate` has it.

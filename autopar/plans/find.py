@@ -21,6 +21,7 @@ from autopar.mesh import Mesh
 from autopar.plans import cache
 from autopar.plans.plan import Plan
 from autopar.plans.replicas import replicas_of, with_meetings
+from autopar.plans.unequal import solve_with_shares, with_speeds
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, choose_layout, parse_memory
@@ -34,7 +35,7 @@ from autopar.sharding.time_slice import propagate_plan, step_plan
 from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.shapes import ShapeSearch
-from autopar.solver.solve import SolvedPlan, check_in_time, solve_plan
+from autopar.solver.solve import SolvedPlan, check_in_time
 from autopar.solver.staged_plan import staged_plan
 
 __all__ = [
@@ -293,7 +294,7 @@ def _on_mesh(
 ) -> Plan:
     axes = mesh.whole
     cluster = request.cluster_value()
-    given = None if layout is None else choose_layout(layout, axes)
+    given = None if layout is None else with_speeds(graph, choose_layout(layout, axes), axes, cluster, mesh.links)
     limit = request.limit_bytes(cluster, given)
     # The limit is in `limit` already. A mesh statement is checked where the layout is read.
     said = None if given is None else Layout(tuple(one for one in given if not _is_limit(one)), given.name)
@@ -306,11 +307,16 @@ def _on_mesh(
     known = cache.find(key, graph, cluster) if request.cache else None
     within = demanded is not None and bool(demanded.statements)
     # A cached plan is a file that anyone may have changed.
-    if known is not None and known.mesh == mesh and known.memory_bytes <= limit and known.decided.options == options:
+    if (
+        known is not None
+        and known.mesh == mesh
+        and known.costs.limited_bytes <= limit
+        and known.decided.options == options
+    ):
         return replace(known, limit_bytes=limit, within_layout=within, target="")
     warm = cache.last(graph, mesh) if request.cache else None
     try:
-        solved = solve_plan(
+        solved = solve_with_shares(
             graph,
             axes,
             cluster,
@@ -409,6 +415,7 @@ def plan_under_layout(
     """Return the plan of a layout, completed by propagation and not by search."""
     cluster = request.cluster_value()
     graph, said, mesh, drift = replicas_of(graph, choose_layout(layout, mesh.whole), mesh)
+    said = with_speeds(graph, said, mesh.whole, cluster, mesh.links)
     limit = request.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
     decided = propagate_plan(graph, kept, mesh.whole).with_options(request.options_on(mesh))

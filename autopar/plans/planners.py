@@ -22,6 +22,7 @@ from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.header import check_model, check_whole, read_header
 from autopar.plans.to_layout import retarget
+from autopar.plans.unequal import with_speeds
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, parse_layout
@@ -70,7 +71,11 @@ class LayoutPlanner:
         return trace(model, inputs, dims=self.dims)
 
     def decide(self, graph: NamedGraph) -> Assignment | str:
-        return propagate(graph, self.layout, self.axes)
+        layout = self.layout
+        # Without a cluster, `by speed` is an error.
+        if self.request.cluster is not None:
+            layout = with_speeds(graph, layout, self.axes, self.request.cluster_value(), {})
+        return propagate(graph, layout, self.axes)
 
     def read(self, graph: NamedGraph, text: str) -> Assignment:
         raise AssertionError("a layout is completed by the first rank")

@@ -78,7 +78,7 @@ class PlanRecord:
 
     @property
     def fits(self) -> bool:
-        return self.memory_bytes <= self.limit_bytes
+        return self.costs.limited_bytes <= self.limit_bytes
 
     @property
     def gap(self) -> float | None:

@@ -13,7 +13,7 @@ Without `cut` the parts have about equal numbers of multiplications. `op @vision
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import gcd, prod
 
@@ -140,17 +140,24 @@ def _check_axes(layout: Layout, pipeline: PipelineStatement, axes: SubMesh) -> N
 
 
 def with_stages(
-    graph: NamedGraph, layout: Layout, axes: SubMesh, found: Assignment, work: Mapping[str, float] | None = None
+    graph: NamedGraph,
+    layout: Layout,
+    axes: SubMesh,
+    found: Assignment,
+    work: Mapping[str, float] | None = None,
+    slowness: Sequence[float] = (),
 ) -> Assignment:
     """Return the assignment with the parts of the pipeline of a layout, if it has one.
 
-    Without `cut` the parts have about equal work: that of the ops in `work`, by default their multiplications.
+    Without `cut` the parts take about equal time: the work of the ops in `work`, by default their multiplications,
+    times the slowness of the stage.
     """
     pipeline = layout.pipeline
     if pipeline is None or axes[pipeline.axis] == 1:
         return found
     stages = axes[pipeline.axis]
-    cutting = StageCuts(graph, found, pipeline, stages * pipeline.chunks, work)
+    slow = [slowness[part % stages] if slowness else 1.0 for part in range(stages * pipeline.chunks)]
+    cutting = StageCuts(graph, found, pipeline, slow, work)
     parts = cutting.parts(layout.cut, layout.part_pins)
     held = cutting.held(parts, stages)
     schedule, chunks, more = pipeline.schedule, pipeline.chunks, pipeline.more

@@ -34,6 +34,7 @@ from autopar.sharding.layout.syntax import (
 )
 
 __all__ = [
+    "InfeasibleShares",
     "asks_for_speed",
     "by_numbers",
     "check_whole_inputs",
@@ -99,7 +100,7 @@ def with_shares(graph: NamedGraph, layout: Layout, axes: SubMesh, count: int = 1
             continue  # a strategy may name dims that the model lacks; the check of names tells the rest
         try:
             own = _weights(graph, dim, term, axes, count)
-        except _WrongShares as error:
+        except InfeasibleShares as error:
             raise layout_error(error.code, error.message, error.fix, rule.span) from None
         for axis, weights in own.items():
             if axis in found and found[axis][0] != weights:
@@ -118,10 +119,11 @@ def by_numbers(graph: NamedGraph, layout: Layout, axes: SubMesh, speeds: Speeds,
         terms = []
         for term in rule.place.terms:
             if isinstance(term, SplitTerm) and term.by == "speed":
-                own = {axis: speeds[axis] for axis in term.axes if axis in speeds}
-                term = replace(
-                    term, by=_numbers(term.axes, axes, shares_along(graph, rule.dims[0], term.axes, axes, own, count))
-                )
+                try:
+                    weights = shares_along(graph, rule.dims[0], term.axes, axes, speeds, count)
+                except InfeasibleShares as error:
+                    raise layout_error(error.code, error.message, error.fix, rule.span) from None
+                term = replace(term, by=_numbers(term.axes, axes, weights))
             terms.append(term)
         return replace(rule, place=TensorPattern(tuple(terms), rule.place.priority))
 
@@ -135,7 +137,7 @@ def by_numbers(graph: NamedGraph, layout: Layout, axes: SubMesh, speeds: Speeds,
     return Layout(tuple(statements), layout.name)
 
 
-class _WrongShares(Exception):
+class InfeasibleShares(Exception):
     """Shares that a dim or a product of axes cannot have: code, message and fix of the error at the rule."""
 
     def __init__(self, code: str, message: str, fix: str) -> None:
@@ -189,7 +191,7 @@ def _numbers(over: Axes, axes: SubMesh, weights: Mapping[str, tuple[int, ...]]) 
 def _weights(graph: NamedGraph, dim: str, term: SplitTerm, axes: SubMesh, count: int) -> dict[str, tuple[int, ...]]:
     """Return the weights along each axis of a term."""
     if term.by == "speed":
-        raise _WrongShares("E5", f"the speeds along {'*'.join(term.axes)} are unknown", WHOLE_NUMBERS)
+        raise InfeasibleShares("E5", f"the speeds along {'*'.join(term.axes)} are unknown", WHOLE_NUMBERS)
     assert term.by is not None, "a term with shares"
     return shares_along(graph, dim, term.axes, axes, _speeds(term.axes, axes, term.by), count)
 
@@ -203,7 +205,7 @@ def _speeds(over: Axes, axes: SubMesh, numbers: tuple[int, ...]) -> dict[str, tu
     if len(numbers) != prod(sizes):
         each = " or ".join(dict.fromkeys(map(str, (*sizes, prod(sizes)))))
         what = f"'by {':'.join(map(str, numbers))}' has {len(numbers)} shares, and '{'*'.join(over)}' {each} places"
-        raise _WrongShares("E4", what, "give a number for each place, or 'by speed'")
+        raise InfeasibleShares("E4", what, "give a number for each place, or 'by speed'")
     found: dict[str, tuple[float, ...]] = {}
     inner = len(numbers)
     for axis, size in zip(over, sizes, strict=True):
@@ -218,7 +220,7 @@ def _speeds(over: Axes, axes: SubMesh, numbers: tuple[int, ...]) -> dict[str, tu
             expected *= Fraction(int(found[axis][i // inner % size]), whole)
         if expected != one:
             what = f"the shares {':'.join(map(str, numbers))} are no product of shares along {', '.join(over)}"
-            raise _WrongShares("E4", what, "give one number for each place of one axis")
+            raise InfeasibleShares("E4", what, "give one number for each place of one axis")
     return found
 
 
@@ -234,20 +236,22 @@ def shares_along(
     """
     extent = _samples(graph, dim)
     if extent % count:
-        raise _WrongShares("E4", f"micro {count} does not divide '{dim}', {extent}", "give other micro-batches")
+        raise InfeasibleShares("E4", f"micro {count} does not divide '{dim}', {extent}", "give other micro-batches")
     lengths, found = extent // count, dict[str, tuple[int, ...]]()
     for i, axis in enumerate(over):
         minor = prod(axes[other] for other in over[i + 1 :])
         if axis not in speeds or len(set(speeds[axis])) == 1:
             if lengths % axes[axis]:
-                raise _WrongShares(
+                raise InfeasibleShares(
                     "E4", f"'{axis}' = {axes[axis]} does not divide {lengths} of '{dim}'", "give another batch"
                 )
             lengths //= axes[axis]
             continue
         if lengths % minor or lengths < minor:
             inner = "*".join(over[i + 1 :])
-            raise _WrongShares("E4", f"'{inner}' = {minor} does not divide {lengths} of '{dim}'", "give another batch")
+            raise InfeasibleShares(
+                "E4", f"'{inner}' = {minor} does not divide {lengths} of '{dim}'", "give another batch"
+            )
         counts = greedy(lengths // minor, speeds[axis])
         common = gcd(*counts)
         weights = tuple(one // common for one in counts)
@@ -280,12 +284,12 @@ def _samples(graph: NamedGraph, dim: str) -> int:
     ]
     if stored:
         what = f"'{dim}' is a dim of {stored[0]}, which is split evenly: shares are for inputs and activations"
-        raise _WrongShares("E5", what, "leave 'by' out, or name the dim of the samples")
+        raise InfeasibleShares("E5", what, "leave 'by' out, or name the dim of the samples")
     places = [(graph.tensors[name], _place(graph.tensors[name], dim)) for name in graph.inputs]
     sizes = [tensor.atoms[place].size for tensor, place in places if place is not None]
     if not sizes:
         known = sorted({name for tensor, _ in places for atom in tensor.atoms for name in atom.names})
-        raise _WrongShares(
+        raise InfeasibleShares(
             "E1", f"no input has the dim '{dim}'", f"shares are for a dim of the inputs: {', '.join(known)}"
         )
     return gcd(*sizes)

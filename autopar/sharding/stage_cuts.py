@@ -34,13 +34,14 @@ class StageCuts:
         graph: NamedGraph,
         assignment: Assignment,
         pipeline: PipelineStatement,
-        count: int,
+        slow: Sequence[float],
         work: Mapping[str, float] | None,
     ) -> None:
         self.graph = graph
         self.work = work
         self.pipeline = pipeline
-        self.count = count
+        # Time of each part for equal work.
+        self.slow, self.count = slow, len(slow)
         self.readers: dict[str, list[NamedNode]] = {}
         self.varying = {node.name for node in graph.nodes if _varies(assignment, node)}
         learned = {tensor.name for tensor in graph.parameters}
@@ -152,7 +153,7 @@ class StageCuts:
                 candidates = [place for place in places if crossing[place] <= most]
                 if len(candidates) + 1 >= self.count:
                     break
-        return balanced(work, candidates, fixed)
+        return balanced(work, candidates, fixed, self.slow)
 
     def between_layers(self) -> list[int]:
         """Return the places before, between and behind the layers of all stacks."""
@@ -254,7 +255,9 @@ def _work(graph: NamedGraph, node: NamedNode) -> float:
     return float(prod(node.sizes.values()))
 
 
-def balanced(work: Sequence[float], candidates: Sequence[int], fixed: Sequence[float]) -> list[int]:
+def balanced(
+    work: Sequence[float], candidates: Sequence[int], fixed: Sequence[float], slow: Sequence[float] = ()
+) -> list[int]:
     """Return the candidates that begin the later parts, so that the most work of a part is least.
 
     A part has the work between two of them, and what is fixed.
@@ -264,9 +267,10 @@ def balanced(work: Sequence[float], candidates: Sequence[int], fixed: Sequence[f
     # sums[i, j]: work between two ends, in order.
     sums = np.where(np.tri(len(ends), dtype=bool), np.inf, until - until[:, None])
     # least[j]: largest part of the best cuts of all before ends[j]; chosen: the last of these cuts.
-    least, chosen = until + fixed[0], []
-    for more in fixed[1:]:
-        options = np.maximum(least[:, None], sums + more)
+    slow = slow or (1.0,) * len(fixed)
+    least, chosen = (until + fixed[0]) * slow[0], []
+    for more, slower in zip(fixed[1:], slow[1:], strict=True):
+        options = np.maximum(least[:, None], (sums + more) * slower)
         chosen.append(options.argmin(axis=0))
         least = options.min(axis=0)
     found, place = [], len(ends) - 1

@@ -90,7 +90,7 @@ def _number(costs: SegmentCosts, name: str) -> float:
 
 def segments_of(graph: NamedGraph, micro: MicroBatches) -> list[tuple[str, tuple[str, ...]]]:
     """Return the segments in order: the path of its layer or nothing, and its ops of the micro-batches."""
-    cuts = StageCuts(graph, time_assignment(graph, micro), PipelineStatement(STAGES, "1f1b"), 1, None)
+    cuts = StageCuts(graph, time_assignment(graph, micro), PipelineStatement(STAGES, "1f1b"), (1.0,), None)
     places = [place for place in cuts.between_layers() if 0 < place < len(cuts.body)]
     known = set(layers_of(graph))
     found = []
@@ -109,7 +109,7 @@ def staged(
     count: int,
 ) -> Pipelining:
     """Return the stages that run these parts; `axes` are those of each stage."""
-    cuts = StageCuts(graph, time_assignment(graph, micro), statement, count * statement.chunks, None)
+    cuts = StageCuts(graph, time_assignment(graph, micro), statement, (1.0,) * (count * statement.chunks), None)
     mesh = SubMesh({statement.axis: count, **axes})
     held = cuts.held(parts, count)
     return Pipelining(statement.axis, mesh, statement.schedule, statement.chunks, statement.more, parts, held)

@@ -10,6 +10,7 @@ from math import prod
 from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.profile import TaskBuilder
+from autopar.cost.unequal_devices import priced_kind
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
@@ -133,6 +134,8 @@ class PlanningProblem:
     users: Mapping[str, tuple[NamedNode, ...]]
     # The call whose micro-batches have this graph; None without micro-batches.
     call: MicroBatchedCall | None = None
+    # The cluster with all of its parts; that of the choices has the devices of one of them.
+    whole_cluster: Cluster | None = None
 
     @staticmethod
     def of(
@@ -142,9 +145,14 @@ class PlanningProblem:
         options: TrainingOptions,
         call: MicroBatchedCall | None = None,
     ) -> PlanningProblem:
+        stages = None if call is None else call.pipelining
+        mesh, parts = (axes if stages is None else stages.mesh), cluster
+        # A step takes as long as on the slowest ranks. Of stages the fastest count, so that the bound is one.
+        kind = priced_kind(graph, mesh, cluster, options.links, fastest=stages is not None)
+        axes, cluster = axes.seen(kind.coordinate), cluster.with_device(kind.device)
         prices = TaskBuilder(graph, cluster, axes, options.links, options.compiled, options.precision)
-        if call is not None and call.pipelining is not None:
-            prices.on_mesh(call.pipelining.mesh)
+        if stages is not None:
+            prices.on_mesh(mesh)
         users: dict[str, list[NamedNode]] = {}
         for node in graph.nodes:
             for name in dict.fromkeys(node.operands):
@@ -152,11 +160,11 @@ class PlanningProblem:
                     users.setdefault(name, []).append(node)
         trains = graph.exported.grad_enabled
         everyone = {name: tuple(nodes) for name, nodes in users.items()}
-        return PlanningProblem(graph, axes, cluster, options, prices, trains, axes.used, everyone, call)
+        return PlanningProblem(graph, axes, cluster, options, prices, trains, axes.used, everyone, call, parts)
 
     def costs(self, plan: StepPlan) -> Costs:
         """Return the costs of a plan, of the whole call where there are micro-batches."""
-        return evaluate(self.graph if self.call is None else self.call.graph, plan, self.cluster)
+        return evaluate(self.graph if self.call is None else self.call.graph, plan, self.whole_cluster or self.cluster)
 
     @cached_property
     def whole_seconds(self) -> Mapping[str, float]:

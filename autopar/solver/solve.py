@@ -111,7 +111,10 @@ def solve_plan(
         incumbent = Incumbent(setting, limit, began, progress, bound_layout)
         found = _solved(incumbent, time_limit, warm, strategies, beat_seconds)
         settle_stages(incumbent, layout or Layout(()), axes)
-        return replace(found, plan=incumbent.plan or found.plan, costs=incumbent.costs or found.costs)
+        plan = incumbent.plan or found.plan
+        # The search prices the ranks of one kind; the plan is for all.
+        assignment = replace(plan.assignment, axes=plan.axes.seen({}))
+        return replace(found, plan=replace(plan, assignment=assignment), costs=incumbent.costs or found.costs)
 
 
 def _problem(

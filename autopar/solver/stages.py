@@ -14,6 +14,7 @@ from autopar.cost.evaluate import Costs
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.pipeline import most_in_flight
 from autopar.cost.profile import op_seconds
+from autopar.cost.unequal_devices import device_speeds, rank_kinds
 from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Pipelining, StepPlan
@@ -55,7 +56,21 @@ def stages_of(
     assert setting.call is not None, "a pipeline has micro-batches"
     alone = time_assignment(setting.call.graph, setting.call.micro)
     work = setting.whole_seconds if work is None else work
-    return with_stages(setting.call.graph, layout, axes, alone, work).pipelining
+    return with_stages(setting.call.graph, layout, axes, alone, work, _slowness(setting, layout, axes)).pipelining
+
+
+def _slowness(setting: PlanningProblem, layout: Layout, axes: SubMesh) -> tuple[float, ...]:
+    """Return the time of each stage for equal work, by its slowest ranks; none where all are alike."""
+    cluster, pipeline, links = setting.whole_cluster or setting.cluster, layout.pipeline, setting.options.links
+    if pipeline is None or not cluster.part:
+        return ()
+    stages = [rank_kinds(cluster, axes, links, {pipeline.axis: stage}) for stage in range(axes[pipeline.axis])]
+    devices = {kind.part: kind.device for kinds in stages for kind in kinds}
+    # The other axes share a micro-batch: small ops wait for the host on every device alike.
+    dim = "batch" if setting.call is None else setting.call.micro.dim
+    ranks = axes.size // axes[pipeline.axis]
+    speeds = device_speeds(setting.graph, dim, devices, ranks, cluster)
+    return tuple(max(kind.samples / speeds[kind.part] for kind in kinds) for kinds in stages)
 
 
 def open_schedules(layout: Layout, axes: SubMesh) -> Iterator[Layout]:

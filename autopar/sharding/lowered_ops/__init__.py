@@ -50,7 +50,7 @@ def lowered_context(
 ) -> LoweredOpContext | None:
     """Return the lowered op of a choice; None where the rule alone suffices.
 
-    `at` are the coordinates of a rank, by default of the first one, which has the longest shards.
+    `at` are the coordinates of a rank, by default of one with the longest shards.
     """
     own: dict[str, tuple[str, ...]] = {}
     for (factor, _), used in splits:
@@ -63,7 +63,7 @@ def lowered_context(
     assert sharding is not None, node.name
     tensor = graph.tensors[name]
     atoms = atoms_of(tensor)
-    at = dict.fromkeys(axes, 0) if at is None else at
+    at = SubMesh.of(axes).longest if at is None else at
     shape = atoms.fold(sharding.local_sizes(atoms, axes, at))
     return LoweredOpContext(
         lowered_ops()[node.op], node, axes, at, own, shape, tuple(tensor.shape), tensor.dtype, tensor.requires_grad

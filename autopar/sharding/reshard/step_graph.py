@@ -112,7 +112,8 @@ def step_space(atoms: Atoms, axes: SubMesh) -> StepGraph:
 class StepGraph:
     def __init__(self, atoms: Atoms, axes: SubMesh) -> None:
         self.atoms = atoms
-        self.axes = axes
+        # Collectives pad to the longest shard, whichever rank is priced.
+        self.axes = axes.seen({})
         self.names = tuple(self.axes)
         self.bits = {axis: 1 << i for i, axis in enumerate(self.axes)}
         self.shardings: list[Sharding] = []

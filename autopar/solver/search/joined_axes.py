@@ -87,7 +87,7 @@ def joined_meshes(setting: PlanningProblem) -> Iterator[tuple[JoinedAxes, Planni
         options = replace(setting.options, links=put)
         yield (
             JoinedAxes(setting, axes),
-            PlanningProblem.of(setting.graph, sizes, setting.cluster, options, setting.call),
+            PlanningProblem.of(setting.graph, sizes, setting.whole_cluster or setting.cluster, options, setting.call),
         )
 
 

@@ -78,7 +78,7 @@ class Incumbent:
         if self.setting.call is not None and plan.micro is None:
             plan = self.setting.call.plan(plan)
         costs = self.setting.costs(plan)
-        peak = costs.memory.peak_bytes
+        peak = costs.limited_bytes
         if peak > self.limit:
             self.passed_seconds = min(self.passed_seconds, costs.step_seconds)
         is_best = peak <= self.limit and costs.step_seconds < self.seconds
@@ -179,7 +179,7 @@ class SearchPhases:
 
         def report(chosen: Sequence[int]) -> tuple[float, float]:
             costs = self.offer(plan_of(model, chosen))
-            return (np.inf if self.incumbent.is_broken else costs.step_seconds), costs.memory.peak_bytes / 2**30
+            return (np.inf if self.incumbent.is_broken else costs.step_seconds), costs.limited_bytes / 2**30
 
         search = LagrangianSearch(model, report, deadline, limit_gib, hint=hint)
         search.best = self.incumbent.seconds
@@ -291,7 +291,7 @@ def promising_choices(work: SearchPhases) -> AxisRoles:
             merged, free, incumbent, CostTables(merged), until, work.gives_up, work.until_one_fits, joined=joined
         )
         settle(coarse)
-        best = sorted(coarse.spread, key=lambda one: (one[1].memory.peak_bytes > incumbent.limit, one[1].step_seconds))
+        best = sorted(coarse.spread, key=lambda one: (one[1].limited_bytes > incumbent.limit, one[1].step_seconds))
         plans += [plan for plan, _ in best[:MOST_FOLLOWED]]
     if not plans:
         raise OutOfTime

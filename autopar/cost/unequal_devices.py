@@ -1,0 +1,182 @@
+"""Devices of unequal speed or memory under one mesh: which rank has which, and their speeds on a graph.
+
+A cluster file names parts: units of one level with devices of their own. A rank is priced on its own device with its
+own share of the samples; a step takes as long as on the slowest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from autopar.cost.hardware.cluster import Cluster, Device
+from autopar.cost.network import Network
+from autopar.cost.profile import TaskBuilder
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
+from autopar.sharding.assignment import OpAssignment
+from autopar.sharding.choices import Choice, can_split, shardings_of
+from autopar.sharding.sharding import coordinates
+from autopar.sharding.shares import Speeds, marked
+
+__all__ = ["RankKind", "device_speeds", "devices_of", "priced_kind", "rank_kinds", "speeds_along"]
+
+# Least part of the time of an even share that shrinks with the samples: small ops take as long for fewer of them.
+LEAST_SHRINKING = 0.05
+
+
+@dataclass(frozen=True)
+class RankKind:
+    """Ranks with equal devices and equal shares of the samples."""
+
+    # Name of the part of the cluster; empty for the devices that no part names.
+    part: str
+    device: Device
+    # Coordinates of the first of them, and their number.
+    coordinate: Mapping[str, int]
+    ranks: int
+    # Memory of the device as a share of the cluster's, at most 1: limits are of the cluster's device.
+    memory_fraction: float
+    # Share of the samples of one rank, in those of an even split; 1 where they are split evenly.
+    samples: float
+
+
+def devices_of(cluster: Cluster, mesh: SubMesh, links: Mapping[str, str]) -> tuple[tuple[str, Device], ...]:
+    """Return part and device of each rank of a mesh, row-major."""
+    plain = ("", cluster.device)
+    if not cluster.part:
+        return (plain,) * mesh.size
+    parts = [(one.name, one.device.at_speed(one.speed_fraction)) for one in cluster.part for _ in range(one.units)]
+    names = [level.name for level in cluster.level]
+    place = names.index(cluster.part[0].level)
+    units = cluster.level[place].units
+    found = []
+    for index in _units(Network(cluster, mesh, links), place):
+        own = index if units is None else index % units
+        found.append(parts[own] if own < len(parts) else plain)
+    return tuple(found)
+
+
+def _units(network: Network, place: int) -> Iterator[int]:
+    """Yield the unit of a level in which each rank is, counted over the level."""
+    below = prod(level.units or 1 for level in network.cluster.level[:place])
+    if not network.links:
+        yield from (rank // below for rank in network.axes.ranks)
+        return
+    # Axes that `@` puts on a level leave their places on the others.
+    placed = network.placed_axes()
+    for at in coordinates(network.axes):
+        index = 0
+        for axis, counts in placed.items():
+            index = index * counts[place] + at[axis] // prod(counts[:place]) % counts[place]
+        yield index
+
+
+def rank_kinds(
+    cluster: Cluster, axes: SubMesh, links: Mapping[str, str], fixed: Mapping[str, int] | None = None
+) -> tuple[RankKind, ...]:
+    """Return the kinds of ranks of a mesh; `fixed` restricts them to some coordinates, as to one stage."""
+    if not cluster.part and axes.shares is None:
+        return (RankKind("", cluster.device, dict.fromkeys(axes, 0), axes.size, 1.0, 1.0),)
+    weights = {} if axes.shares is None else dict(axes.shares.weights)
+    found: dict[tuple[str, tuple[int, ...]], list[dict[str, int]]] = {}
+    devices: dict[str, Device] = {}
+    for at, (part, device) in zip(coordinates(axes), devices_of(cluster, axes, links), strict=True):
+        if any(at[axis] != place for axis, place in (fixed or {}).items()):
+            continue
+        devices[part] = device
+        found.setdefault((part, tuple(own[at[axis]] for axis, own in weights.items())), []).append(at)
+    wholes = [sum(own) for own in weights.values()]
+    counts = [len(own) for own in weights.values()]
+    return tuple(
+        RankKind(
+            part,
+            devices[part],
+            ranks[0],
+            len(ranks),
+            min(1.0, devices[part].memory_bytes / cluster.device.memory_bytes),
+            prod(one * count / whole for one, count, whole in zip(shares, counts, wholes, strict=True)),
+        )
+        for (part, shares), ranks in found.items()
+    )
+
+
+def priced_kind(
+    graph: NamedGraph, axes: SubMesh, cluster: Cluster, links: Mapping[str, str], fastest: bool = False
+) -> RankKind:
+    """Return the kind of ranks on whose devices a search prices its choices: the slowest, or the fastest."""
+    kinds = rank_kinds(cluster, axes, links)
+    if len(kinds) == 1:
+        return kinds[0]
+    dim = "" if axes.shares is None else axes.shares.dim
+    speeds = device_speeds(graph, dim, {kind.part: kind.device for kind in kinds}, 1, cluster)
+    times = [kind.samples / speeds[kind.part] for kind in kinds]
+    return kinds[times.index(min(times) if fastest else max(times))]
+
+
+# -- speeds -----------------------------------------------------------------------------------------------------------
+
+
+def speeds_along(
+    graph: NamedGraph, dim: str, over: Sequence[str], axes: SubMesh, cluster: Cluster, links: Mapping[str, str]
+) -> Speeds:
+    """Return the speed at each place along the axes over which a dim is split; axes of equal places are left out.
+
+    The ranks at one place have equal samples, so the slowest of them counts. Speeds are such that all places end at
+    once when their samples have these proportions.
+    """
+    every = devices_of(cluster, axes, links)
+    if len({part for part, _ in every}) == 1:
+        return {}
+    devices, ranks = dict(every), prod(axes[axis] for axis in over)
+    whole, half = (device_speeds(graph, dim, devices, ranks * times, cluster) for times in (1, 2))
+    # Seconds of an even share, and those of them that shrink with the samples.
+    seconds = {part: 1 / speed for part, speed in whole.items()}
+    shrinking = {part: max(LEAST_SHRINKING * one, 2 * (one - 1 / half[part])) for part, one in seconds.items()}
+    found: dict[str, tuple[float, ...]] = {}
+    for axis in over:
+        slowest = [""] * axes[axis]
+        for at, (part, _) in zip(coordinates(axes), every, strict=True):
+            place = at[axis]
+            slowest[place] = part if not slowest[place] else max(slowest[place], part, key=seconds.__getitem__)
+        if len(set(slowest)) > 1:
+            constant = [(seconds[part] - shrinking[part]) / shrinking[part] for part in slowest]
+            end = (len(slowest) + sum(constant)) / sum(1 / shrinking[part] for part in slowest)
+            shares = [end / shrinking[part] - one for part, one in zip(slowest, constant, strict=True)]
+            # A device whose constant part takes longer than the others for everything still has a sample.
+            found[axis] = tuple(max(share, 1e-6) for share in shares)
+    return found
+
+
+def device_speeds(
+    graph: NamedGraph, dim: str, devices: Mapping[str, Device], ranks: int, cluster: Cluster
+) -> dict[str, float]:
+    """Return the steps per second of each device, on an even share of a dim over some ranks, without communication."""
+    graph = marked(graph, dim)
+    axis = SubMesh({"samples": ranks})
+    assignments = [(node, _with_samples(graph, node, axis)) for node in graph.nodes]
+    found = {}
+    for name, device in devices.items():
+        # Nothing is sent, so a cluster of any size will do.
+        links = (replace(cluster.level[-1], units=None, wires=()),)
+        prices = TaskBuilder(graph, replace(cluster.with_device(device), level=links), axis)
+        works = [prices.work(node, assignment) for node, assignment in assignments]
+        ways = [way for work in works for way in (work.forward, work.backward)]
+        busy, launched = sum(way.seconds for way in ways), sum(way.launches for way in ways) * prices.launch
+        found[name] = 1.0 / max(busy, launched, 1e-12)
+    return found
+
+
+def _with_samples(graph: NamedGraph, node: NamedNode, axis: SubMesh) -> OpAssignment:
+    """Return the assignment of an op that splits the samples where it can, and nothing else."""
+    for site in sorted(node.by_share):
+        choice = Choice(((site, tuple(axis)),))
+        if can_split(node, site, tuple(axis), axis, uneven=True):
+            shardings = shardings_of(graph, node, choice)
+            if shardings is not None:
+                return OpAssignment(choice, *shardings, shardings[1])
+    whole = shardings_of(graph, node, Choice())
+    assert whole is not None, f"{node.name} runs whole"
+    return OpAssignment(Choice(), *whole, whole[1])
