@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 
 from autopar.cost.compute.rates import rate_notes
-from autopar.cost.unequal_devices import devices_of
 from autopar.errors import AutoparError
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.ir.precision import OWN
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
+from autopar.plans.views.ranks import devices_text, unequal_ranks
 from autopar.sharding.layout.drift import print_drift
 from autopar.sharding.pipelining import statements_of
 from autopar.sharding.sharding import ROUTING_IMBALANCE
@@ -29,7 +28,7 @@ def summary(plan: PlanRecord) -> str:
         _time(plan),
         _stages(plan),
         _replicas(plan),
-        _unequal_ranks(plan),
+        unequal_ranks(plan),
         _memory(plan),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
@@ -49,7 +48,7 @@ def _head(plan: PlanRecord) -> list[str]:
     share = percent_text(plan.limit_bytes / plan.cluster.device.memory_bytes)
     limit = f"{bytes_text(plan.limit_bytes)} per device, {share} of its memory"
     lines = [
-        f"{model} on {plan.whole_mesh}: {_devices(plan)} ({plan.cluster.name})",
+        f"{model} on {plan.whole_mesh}: {devices_text(plan)} ({plan.cluster.name})",
         f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
         f"  memory  {bytes_text(plan.memory_bytes)} of {limit}: {fits}",
     ]
@@ -83,12 +82,6 @@ def _split_groups(plan: PlanRecord) -> list[str]:
         tensor = plan.graph.tensors[name]
         found.update(dict.fromkeys(axis for axes in sharding.splits[: tensor.routed] for axis in axes))
     return [axis for axis in plan.decided.mesh if axis in found]
-
-
-def _devices(plan: PlanRecord) -> str:
-    """Return the devices of a plan with their numbers: `4 × H100 SXM5 80 GB, 4 × A100 SXM4 80 GB`."""
-    every = devices_of(plan.cluster, plan.whole_mesh.whole, plan.whole_mesh.links)
-    return ", ".join(f"{count} × {name}" for name, count in Counter(device.name for _, device in every).items())
 
 
 def _idle_axes(plan: PlanRecord) -> list[str]:
@@ -334,20 +327,6 @@ def _replicas(plan: PlanRecord) -> list[str]:
     names = f"{drift.replicas} replicas along {'*'.join(drift.axes)}, each {plan.mesh}"
     note = "  note    all else is of one replica; meetings change what is learned, so this prices the throughput alone"
     return [f"{print_drift(drift.statement)}: {names}", *table(rows, right=(1, 2)), note]
-
-
-def _unequal_ranks(plan: PlanRecord) -> list[str]:
-    """Return a row for each kind of ranks, where devices or shares are unequal."""
-    kinds = plan.costs.kinds
-    rows = [("part", "device", "ranks", "samples", "compute", "step", "memory")]
-    for one in kinds:
-        kind = one.kind
-        times = seconds_text(one.compute_seconds), seconds_text(one.step_seconds)
-        samples = f"{kind.samples:.3g} of an even share"
-        rows.append(
-            (kind.part or "others", kind.device.name, f"{kind.ranks}", samples, *times, bytes_text(one.peak_bytes))
-        )
-    return ["unequal ranks: the slowest ones give the step time", *table(rows, right=(2, 4, 5, 6))] if kinds else []
 
 
 def _memory(plan: PlanRecord) -> list[str]:
