@@ -8,7 +8,7 @@ from autopar.cost.unequal_devices import devices_of
 from autopar.plans.format import bytes_text, seconds_text, table
 from autopar.plans.record import PlanRecord
 
-__all__ = ["devices_text", "unequal_ranks"]
+__all__ = ["devices_text", "shares_notes", "unequal_ranks"]
 
 
 def devices_text(plan: PlanRecord) -> str:
@@ -29,3 +29,13 @@ def unequal_ranks(plan: PlanRecord) -> list[str]:
             (kind.part or "others", kind.device.name, f"{kind.ranks}", samples, *times, bytes_text(one.peak_bytes))
         )
     return ["unequal ranks: the slowest ones give the step time", *table(rows, right=(2, 4, 5, 6))] if kinds else []
+
+
+def shares_notes(plan: PlanRecord) -> list[str]:
+    """Return a line for each axis that splits the samples by unequal shares."""
+    shares = plan.decided.axes.shares
+    if shares is None:
+        return []
+    end = "whole samples, with the gradients of one process"
+    parts = ((axis, ":".join(map(str, weights))) for axis, weights in shares.weights)
+    return [f"  note    {shares.dim} is split over {axis} by {numbers}: {end}" for axis, numbers in parts]

@@ -11,7 +11,7 @@ from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.ir.precision import OWN
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
-from autopar.plans.views.ranks import devices_text, unequal_ranks
+from autopar.plans.views.ranks import devices_text, shares_notes, unequal_ranks
 from autopar.sharding.layout.drift import print_drift
 from autopar.sharding.pipelining import statements_of
 from autopar.sharding.sharding import ROUTING_IMBALANCE
@@ -62,10 +62,7 @@ def _head(plan: PlanRecord) -> list[str]:
             "nothing is split: every device" if every else f"nothing is split over {', '.join(idle)}: each rank of it"
         )
         lines.append(f"  note    {text} computes {'everything' if every else 'the same'}{why}")
-    if (shares := plan.decided.axes.shares) is not None:
-        for axis, weights in shares.weights:
-            parts = f"split over {axis} by {':'.join(map(str, weights))}"
-            lines.append(f"  note    {shares.dim} is {parts}: whole samples, with the gradients of one process")
+    lines += shares_notes(plan)
     for rate in rate_notes(plan.graph, plan.cluster.device):
         lines.append(f"  note    the device has no rate for a dtype of the model: priced {rate}")
     split = _split_groups(plan)
