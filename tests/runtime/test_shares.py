@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import LayoutError
-from autopar.lowering.verify import SHARD
+from autopar.lowering.verify_shapes import SHARD
 from examples.gpt import gpt
 from examples.moe import moe
 from examples.resnet import resnet
