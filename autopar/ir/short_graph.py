@@ -73,8 +73,9 @@ def shorten(graph: NamedGraph) -> ShortGraph | None:
     twins = {op: its for cut in cuts for op, its in cut.twins(by_node)}
     used = {name for node in nodes for name in (*node.operands, *node.outputs) if name is not None}
     read = {name for node in graph.nodes for name in node.operands if name is not None}
+    made = {name for node in graph.nodes for name in node.outputs if name is not None}
     # What no op reads stays.
-    kept = {name: one for name, one in graph.tensors.items() if name in used or name not in read | _made(graph)}
+    kept = {name: one for name, one in graph.tensors.items() if name in used or (name not in read and name not in made)}
     tensors |= {name: name for name in kept}
     if any(its not in kept for its in tensors.values()) or not kept.keys() >= set(graph.outputs):
         return None
@@ -154,10 +155,6 @@ def _goes(graph: NamedGraph, name: str, removed: Mapping[str, _StackCut]) -> boo
     """Return whether a tensor is a value that goes, or may be stored for layers that go."""
     tensor = graph.tensors[name]
     return tensor.kind != "activation" or tensor.node in removed
-
-
-def _made(graph: NamedGraph) -> set[str]:
-    return {name for node in graph.nodes for name in node.outputs if name is not None}
 
 
 def _repeats(graph: NamedGraph, cuts: list[_StackCut]) -> tuple[RepeatedLayers, ...]:
