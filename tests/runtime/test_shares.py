@@ -70,7 +70,8 @@ def train(make: Callable[[], Any], layout: str, mesh: str, **options: Any) -> tu
     # A bias of keys has no gradient but rounding, which AdamW divides by itself.
     pairs = zip(parallel.named_parameters(), model.parameters(), strict=True)
     apart = max(gap(one, other) for (name, one), other in pairs if "qkv.bias" not in name)
-    return error, apart, rows(parallel) if "tokens/embedding" in parallel.graph.tensors else 0
+    # In micro-batches the values stand in a graph of their own.
+    return error, apart, rows(parallel) if "12:4" in layout else 0
 
 
 @pytest.mark.parametrize(
