@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli.parser import HelpText
 from autopar.cost.hardware.cluster import cluster_path
-from autopar.cost.hardware.describe import links_of
 from autopar.cost.hardware.toml_reader import measure_of, parse_quantity
 from autopar.errors import AutoparError
 from autopar.files import write_text
@@ -97,6 +96,7 @@ def _alone(arguments: argparse.Namespace) -> None:
             "--processes 2 or more, on machines with a GPU each under torchrun"
         )
     from autopar.cost.calibration.measure import MeasuringBudget, measure, steps_of
+    from autopar.cost.hardware.describe import links_of
 
     links = links_of(arguments.like)
     on_gpu = _on_gpu()

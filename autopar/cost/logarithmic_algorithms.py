@@ -26,8 +26,6 @@ from collections.abc import Iterable
 from functools import lru_cache
 from math import floor, log2
 
-import numpy as np
-
 from autopar.cost.collective_algorithms import (
     CollectiveAlgorithm,
     Group,
@@ -240,6 +238,8 @@ _HOP_WEIGHT = 1 << 15
 
 def _longest_chain(group: Group, distances: Iterable[int]) -> tuple[float, ...]:
     """Return the hops of the slowest chain of messages, one or none in each round, by level."""
+    import numpy as np  # late: the help of the command line reads clusters and needs no numpy
+
     ranks = np.arange(ranks_of(group))
     waited = np.zeros(len(ranks), np.int64)
     for distance in distances:

@@ -98,6 +98,11 @@ class ParallelModule(ClosedModule):
 
     def __getattr__(self, name: str) -> Any:
         """Return a plain attribute of the model, such as its `config`; raise for its methods."""
+        if name == "replicas":
+            raise ModuleAttributeError(
+                "the module has no replicas that drift\nfix: a layout with a 'drift' line, as in "
+                "'drift pod -> mean every 16; fsdp'"
+            )
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -241,10 +246,7 @@ class ParallelModule(ClosedModule):
     def replicas(self) -> Replicas:
         """Return the replicas that a `drift` line of the layout makes of the module: index, weight, state, mean."""
         if self._replicas is None:
-            raise AutoparError(
-                "the module has no replicas that drift\nfix: a layout with a 'drift' line, as in "
-                "'drift pod -> mean every 16; fsdp'"
-            )
+            raise AttributeError  # `__getattr__` says why; a missing attribute is what `hasattr` and torch look for
         return self._replicas
 
     def _replicas_of(self, replica: ReplicaSetting | None) -> Replicas | None:

@@ -30,7 +30,7 @@ def price(
 ) -> float:
     """The price by the formula of one algorithm over all ranks; `shape` is ranks of a node, and nodes."""
     axes = {"a": ranks} if shape is None else {"a": shape[1], "b": shape[0]}
-    return network(name, axes, shape, nics, rings).seconds(kind, tuple(axes), size)
+    return network(name, axes, shape, nics, rings).library_seconds(kind, tuple(axes), size)
 
 
 def network(

@@ -55,11 +55,11 @@ def test_a_searched_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_plan_that_was_kept_is_found_without_a_search(
     graph: autopar.NamedGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autopar.plans import find
+    from autopar.plans import find, unequal
 
     asked = PlanRequest("local-cpu", time_limit=2)
     first = find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
-    monkeypatch.setattr(find, "solve_plan", None)
+    monkeypatch.setattr(unequal, "solve_plan", None)
     again = find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
     assert again.decided == first.decided
     with pytest.raises(TypeError):
@@ -71,13 +71,15 @@ def test_a_plan_that_was_kept_is_found_without_a_search(
 def test_what_another_planner_found_is_not_found_again(
     graph: autopar.NamedGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autopar.plans import cache, find
+    from autopar.plans import cache, find, unequal
 
     asked = PlanRequest("local-cpu", time_limit=2)
     first = find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
-    solved = find.solve_plan
+    solved = unequal.solve_plan
     warm = []
-    monkeypatch.setattr(find, "solve_plan", lambda *args, **given: warm.append(given["warm"]) or solved(*args, **given))
+    monkeypatch.setattr(
+        unequal, "solve_plan", lambda *args, **given: warm.append(given["warm"]) or solved(*args, **given)
+    )
     monkeypatch.setattr(cache, "planner_version", lambda: "another")
     find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
     assert [one.assignment.stored for one in warm] == [first.decided.assignment.stored], "it is begun from"
@@ -190,7 +192,7 @@ def test_a_file_of_the_cache_is_not_believed(
     graph: autopar.NamedGraph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What does not answer the question is searched again; the limit is that of the question."""
-    from autopar.plans import find
+    from autopar.plans import find, unequal
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = PlanRequest(replace(load_cluster("local-cpu"), name="mine"), time_limit=2)
@@ -201,12 +203,12 @@ def test_a_file_of_the_cache_is_not_believed(
     first = planned()
     (path,) = tmp_path.rglob("*.lay")
     path.write_text(re.sub(r"limit_bytes +\d+", "limit_bytes     7", path.read_text()))
-    solved = find.solve_plan
-    monkeypatch.setattr(find, "solve_plan", None)
+    solved = unequal.solve_plan
+    monkeypatch.setattr(unequal, "solve_plan", None)
     found = planned()
     assert (found.decided, found.limit_bytes, found.within_layout) == (first.decided, first.limit_bytes, True)
     path.write_text(path.read_text().replace("dp=2", "dp=4"))
-    monkeypatch.setattr(find, "solve_plan", solved)
+    monkeypatch.setattr(unequal, "solve_plan", solved)
     assert planned().mesh == first.mesh
 
 

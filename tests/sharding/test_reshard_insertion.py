@@ -57,6 +57,10 @@ class FirstRank:
     def coordinate(self) -> Mapping[str, int]:
         return dict.fromkeys(self.axes, 0)
 
+    def levels(self, axes: tuple[str, ...]) -> tuple[Any, ...]:
+        """Return no way to sum by level."""
+        return ()
+
     def of(self, axes: tuple[str, ...]) -> Any:
         ordered = [axis for axis in self.axes if axis in axes]
         places = product(*(range(self.axes[axis]) for axis in ordered))
