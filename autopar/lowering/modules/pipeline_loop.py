@@ -336,6 +336,8 @@ class _Run:
         for route, leaf, gradient in zip(back, leaves, found, strict=True):
             messages.put(route, number, torch.zeros_like(leaf) if gradient is None else gradient, backward=True)
 
+    # The operands have a graph, and their products need none.
+    @torch.no_grad()
     def _weight_gradients(self, task: StageTask) -> None:
         assert self.sums is not None, "it records gradients"
         for one in self.late.pop((self.loop.stages.part_of(task), task.micro_batch)):
