@@ -37,7 +37,8 @@ test: check
 	$(PYTEST) -m "not slow"
 
 test-all: $(INSTALLED)
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not alone"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and alone"
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

@@ -83,7 +83,7 @@ BLOCKS = [1, *(pytest.param(block, marks=pytest.mark.slow) for block in (0, *ran
 @pytest.mark.parametrize("block", BLOCKS)
 def test_what_is_found_is_the_best_of_all(block: int) -> None:
     """All assignments are listed, with and without a limit; whatever could be better than what is claimed is priced."""
-    count = limited = 0
+    count = limited = undecided = 0
     for seed in range(PROGRAMS * block // 12, PROGRAMS * (block + 1) // 12):
         draw = random.Random(seed)
         for problem in small_problems(seed):
@@ -91,8 +91,11 @@ def test_what_is_found_is_the_best_of_all(block: int) -> None:
             price = priced(oracle)
             free = problem.solved()
             best = best_of_all(oracle, np.inf, price, free.costs.step_seconds, MOST_PRICED)
-            assert best == pytest.approx(free.costs.step_seconds, rel=1e-9), seed
-            assert free.bound_seconds <= best * (1 + 1e-9), seed
+            # Where too many could be better by their estimates, not all are priced.
+            undecided += best is None
+            if best is not None:
+                assert best == pytest.approx(free.costs.step_seconds, rel=1e-9), seed
+                assert free.bound_seconds <= best * (1 + 1e-9), seed
             assert free.costs == evaluate(problem.graph, free.plan, problem.cluster)
             limit = a_limit(draw, oracle, price, free.costs.memory.peak_bytes)
             bound = problem.solved(limit)
@@ -103,6 +106,7 @@ def test_what_is_found_is_the_best_of_all(block: int) -> None:
                 limited += 1
                 assert bound.costs.step_seconds == pytest.approx(best, rel=1e-9), (seed, limit)
                 assert bound.bound_seconds <= best * (1 + 1e-9), (seed, limit)
+    assert undecided <= 0.1 * count, "nearly all are decided"
     assert limited >= 0.6 * count > 0, "under most limits few assignments could be better"
 
 

@@ -80,4 +80,4 @@ def test_no_given_mesh_is_faster_than_the_proposed_one(gib: float) -> None:
             others.append(plan_graph(graph, (Mesh(mesh),), layout, request).step_seconds)
         except autopar.AutoparError:
             continue  # it does not fit there
-    assert found.step_seconds <= 1.05 * min(others)
+    assert found.step_seconds <= 1.1 * min(others)
