@@ -236,7 +236,7 @@ def _alone(model: Any, inputs: Any, precision: Precision) -> Results:
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         raise VerifyError(
-            f"{type(model).__name__} by itself, in {dtype or 'its own dtype'}: {type(error).__name__}: {said}\n"
+            f"{type(model).__name__} by itself, in {str(dtype or 'its own dtype').removeprefix('torch.')}: {type(error).__name__}: {said}\n"
             "fix: --precision fp32 or --precision own, if the model does not run in another one; else the target"
         ) from error
 
