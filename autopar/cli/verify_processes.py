@@ -234,9 +234,10 @@ def _alone(model: Any, inputs: Any, precision: Precision) -> Results:
     try:
         return results_of(model, inputs)
     except Exception as error:
-        said = str(error).strip().partition("\n")[0]
+        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        named = str(dtype or "its own dtype").removeprefix("torch.")
         raise VerifyError(
-            f"{type(model).__name__} by itself, in {str(dtype or 'its own dtype').removeprefix('torch.')}: {type(error).__name__}: {said}\n"
+            f"{type(model).__name__} by itself, in {named}: {said}\n"
             "fix: --precision fp32 or --precision own, if the model does not run in another one; else the target"
         ) from error
 
