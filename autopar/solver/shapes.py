@@ -265,10 +265,10 @@ class ShapeSearch:
 
     def sends(self, costs: ModelCosts, shape: Shape) -> Floats:
         """Return the seconds of the values behind each segment."""
-        network = Network(self.cluster, SubMesh(shape.mesh), self.options.links)
         sent = costs.column("sent_bytes")[0]
         if shape.stages == 1:
             return np.zeros(len(sent))
+        network = Network(self.cluster, SubMesh(shape.mesh), self.options.links)
         by_size = {size: network.seconds("send", (STAGES,), size) if size else 0.0 for size in set(sent.tolist())}
         return np.array([by_size[size] for size in sent.tolist()])
 

@@ -53,11 +53,12 @@ def staged_plan(search: ShapeSearch, priced: PricedShape) -> SolvedPlan | None:
     )
     incumbent = Incumbent(setting, search.limit, began, None, BoundLayout(setting.graph, Layout(()), setting.axes))
     limits = [search.limit] * shape.stages
+    # All designs have one schedule.
+    check_in_time(search.graph, micro, design.schedule[0])
     for _ in range(MOST_DESIGNS):
         plan = _whole_plan(search, priced, design, micro)
         if plan is None:
             break
-        check_in_time(search.graph, micro, design.schedule[0])
         costs = incumbent.offer("search", plan)
         # The estimate is off by as much under another design of these stages.
         missed = [stage.memory.peak_bytes - peak for stage, peak in zip(costs.stages, design.stage_peaks, strict=True)]

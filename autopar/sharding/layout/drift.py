@@ -6,10 +6,10 @@ last one: the mean of all, with neighbours on a ring or at exponential distances
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from autopar.errors import LayoutError
 from autopar.names import MAX_DIGITS
@@ -22,6 +22,8 @@ OuterKind = Literal["sgd", "nesterov"]
 OUTERS: tuple[OuterKind, ...] = get_args(OuterKind)
 CoderKind = Literal["bfloat16", "int8", "topk"]
 CODERS: tuple[CoderKind, ...] = get_args(CoderKind)
+
+_Name = TypeVar("_Name", bound=str)
 # Options of a meeting, in the order of the normal form.
 OPTIONS = ("every", "outer", "parts", "late", "stale", "warmup")
 
@@ -169,15 +171,21 @@ def _at_name(words: TokenReader, text: str) -> bool:
     return words.is_a("name") and words.token.text == text
 
 
-def _meeting(words: TokenReader) -> tuple[MeetingKind, int]:
+def _one_of(words: TokenReader, known: Sequence[_Name], what: str) -> _Name:
+    """Read one of some names; `what` has an article."""
     _refuse_hole(words)
     place = words.token
     if not words.is_a("name", "word"):
-        raise words.expected(f"a meeting ({', '.join(MEETINGS)})")
+        raise words.expected(f"{what} ({', '.join(known)})")
     words.advance()
-    meeting = next((one for one in MEETINGS if one == place.text), None)
-    if meeting is None:
-        raise unknown_name("meeting", place.text, MEETINGS, place.span)
+    found = next((one for one in known if one == place.text), None)
+    if found is None:
+        raise unknown_name(what.partition(" ")[2], place.text, known, place.span)
+    return found
+
+
+def _meeting(words: TokenReader) -> tuple[MeetingKind, int]:
+    meeting = _one_of(words, MEETINGS, "a meeting")
     if meeting != "server":
         return meeting, 0
     words.expect("(", "and a number of servers after 'server'")
@@ -205,14 +213,7 @@ def _integer(words: TokenReader, what: str, least: int) -> int:
 
 
 def _outer(words: TokenReader) -> OuterOptimizer:
-    _refuse_hole(words)
-    place = words.token
-    if not words.is_a("name", "word"):
-        raise words.expected(f"an outer optimizer ({', '.join(OUTERS)})")
-    words.advance()
-    kind = next((one for one in OUTERS if one == place.text), None)
-    if kind is None:
-        raise unknown_name("outer optimizer", place.text, OUTERS, place.span)
+    place, kind = words.token, _one_of(words, OUTERS, "an outer optimizer")
     words.expect("(", f"and a learning rate after '{kind}'")
     learning_rate, momentum = _decimal(words, "a learning rate"), 0.0
     if words.accept(","):
@@ -234,14 +235,7 @@ def _decimal(words: TokenReader, what: str) -> float:
 
 
 def _coder(words: TokenReader) -> Coder:
-    _refuse_hole(words)
-    place = words.token
-    if not words.is_a("name", "word"):
-        raise words.expected(f"a code ({', '.join(CODERS)})")
-    words.advance()
-    kind = next((one for one in CODERS if one == place.text), None)
-    if kind is None:
-        raise unknown_name("code", place.text, CODERS, place.span)
+    kind = _one_of(words, CODERS, "a code")
     if kind != "topk":
         return Coder(kind)
     if not words.is_a("number"):
