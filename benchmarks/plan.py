@@ -96,8 +96,7 @@ def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: PlanRequest) ->
     clock.done("search")
     text = plan.text
     clock.done("text")
-    axes = mesh.whole
-    assignment = PlanFilePlanner(text, "<plan>", axes, None).read(graph, text)
+    assignment = PlanFilePlanner(text, "<plan>", mesh, None).read(graph, text)
     clock.done("text")
     with silent_groups(mesh) as groups:
         clock.last = time.process_time()
