@@ -59,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "found.json")
-        spawn(_rank, (options.steps, options.sleep, options.train, str(result)), nprocs=RANKS)
+        spawn(_rank, (options.steps, options.sleep, options.train, str(result)), nprocs=RANKS)  # type: ignore[no-untyped-call]
         found = json.loads(result.read_text())
     if options.steps:
         print(f"steps in a second ÷ those of sync, {options.steps} steps; sync itself in steps/s")

@@ -41,7 +41,7 @@ def measured_seconds(make: Make, runs: Mapping[str, Run], ranks: int, steps: int
     """Return the seconds of every real step with SGD, by run; the slowest rank counts."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "times.json")
-        spawn(_rank, (make, dict(runs), ranks, steps, str(result)), nprocs=ranks)
+        spawn(_rank, (make, dict(runs), ranks, steps, str(result)), nprocs=ranks)  # type: ignore[no-untyped-call]
         times: dict[str, list[float]] = json.loads(result.read_text())
         return times
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from examples.gpt import GPT, Attention
+from examples.gpt import Attention
 
 __all__ = ["PEERS", "Peer"]
 
@@ -36,21 +37,21 @@ class Peer:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def ddp(model: GPT, inputs: Inputs, rank: int, ranks: int) -> Peer:
+def ddp(model: Any, inputs: Inputs, rank: int, ranks: int) -> Peer:
     return Peer(DistributedDataParallel(model), _share(inputs, rank, ranks))
 
 
-def fsdp(model: GPT, inputs: Inputs, rank: int, ranks: int) -> Peer:
+def fsdp(model: Any, inputs: Inputs, rank: int, ranks: int) -> Peer:
     """Gathered once and kept for the backward, as ours."""
     return _fully_sharded(model, inputs, rank, ranks, again=False)
 
 
-def fsdp_again(model: GPT, inputs: Inputs, rank: int, ranks: int) -> Peer:
+def fsdp_again(model: Any, inputs: Inputs, rank: int, ranks: int) -> Peer:
     """As `fully_shard` is by default: what it gathered is gathered again in the backward."""
     return _fully_sharded(model, inputs, rank, ranks, again=True)
 
 
-def _fully_sharded(model: GPT, inputs: Inputs, rank: int, ranks: int, again: bool) -> Peer:
+def _fully_sharded(model: Any, inputs: Inputs, rank: int, ranks: int, again: bool) -> Peer:
     mesh = init_device_mesh("cpu", (ranks,))
     for block in getattr(model, "blocks", None) or model.model.layers:
         fully_shard(block, mesh=mesh, reshard_after_forward=again)
@@ -58,7 +59,7 @@ def _fully_sharded(model: GPT, inputs: Inputs, rank: int, ranks: int, again: boo
     return Peer(model, _share(inputs, rank, ranks))
 
 
-def megatron(model: GPT, inputs: Inputs, rank: int, ranks: int) -> Peer:
+def megatron(model: Any, inputs: Inputs, rank: int, ranks: int) -> Peer:
     """Heads, feed-forward and vocabulary split; the loss of the split logits is torch's `loss_parallel`."""
     mesh = init_device_mesh("cpu", (ranks,))
     block_plan = {
@@ -94,10 +95,11 @@ class _LocalHeads(Attention):
         qkv = self.qkv(x).view(batch, seq, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, seq, -1))
+        found: Tensor = self.out(y.transpose(1, 2).reshape(batch, seq, -1))
+        return found
 
 
-def plain(model: GPT, inputs: Inputs, rank: int, ranks: int) -> Peer:
+def plain(model: Any, inputs: Inputs, rank: int, ranks: int) -> Peer:
     return Peer(model, inputs)
 
 
@@ -105,7 +107,7 @@ def _share(inputs: Inputs, rank: int, ranks: int) -> Inputs:
     return {name: value.chunk(ranks)[rank] for name, value in inputs.items()}
 
 
-PEERS: dict[str, Callable[[GPT, Inputs, int, int], Peer]] = {
+PEERS: dict[str, Callable[[Any, Inputs, int, int], Peer]] = {
     "ddp": ddp,
     "fsdp": fsdp,
     "fsdp_again": fsdp_again,

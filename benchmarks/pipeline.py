@@ -53,13 +53,18 @@ SIZES = {
 STEPS = {"host": 60, "small": 40, "25M": 10, "d 256": 20}
 
 
+def first_block(blocks: int, stage: int, stages: int) -> int:
+    """Return the number of the first block of a stage."""
+    return blocks * stage // stages
+
+
 class Part(nn.Module):
     """Part of a GPT: some blocks, with the embeddings before the first and the logits after the last."""
 
     def __init__(self, model: Any, stage: int, stages: int) -> None:
         super().__init__()
-        count = len(model.blocks) // stages
-        self.blocks = model.blocks[stage * count : (stage + 1) * count]
+        begin, end = (first_block(len(model.blocks), one, stages) for one in (stage, stage + 1))
+        self.blocks = model.blocks[begin:end]
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         if self.is_first:
             self.tokens, self.positions = model.tokens, model.positions
@@ -78,8 +83,9 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def model_of(size: str) -> tuple[nn.Module, dict[str, Tensor]]:
+def model_of(size: str) -> tuple[Any, dict[str, Tensor]]:
     torch.manual_seed(0)
+    model: Any
     model, inputs = gpt(**{**SIZES[size], "batch": 2 * MICRO_BATCHES})
     # torch's pipelines have no tied parameters.
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
@@ -114,8 +120,8 @@ def by_hand(size: str, schedule: str, rank: int, ranks: int) -> tuple[Callable[[
 
 def ours(size: str, schedule: str, ranks: int) -> tuple[Callable[[], None], Any]:
     model, inputs = model_of(size)
-    count = len(model.blocks) // ranks  # type: ignore[arg-type]
-    cuts = ", ".join(f"@blocks.{stage * count}" for stage in range(1, ranks))
+    blocks = SIZES[size]["layers"]
+    cuts = ", ".join(f"@blocks.{first_block(blocks, stage, ranks)}" for stage in range(1, ranks))
     layout = f"micro {MICRO_BATCHES}; pipeline pp {schedule}; cut pp before {cuts}; * -> none"
     parallel = autopar.parallelize(model, f"pp={ranks}", inputs, layout=layout)
 
@@ -159,7 +165,7 @@ def peak_bytes(step: Callable[[], None]) -> int:
     changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")
     # From the end of the step backwards.
     later = accumulate(-size for at, size in reversed(changes) if at >= begin)
-    return after + max(0, *later)
+    return int(after + max(0, *later))
 
 
 def compare(size: str, schedule: str, steps: int, rank: int, ranks: int) -> str:
@@ -167,8 +173,8 @@ def compare(size: str, schedule: str, steps: int, rank: int, ranks: int) -> str:
     made: list[Any] = []
     memory = torch.zeros(2)
     # What the first side keeps is there when the second one runs.
-    for place, make in enumerate((lambda: ours(size, schedule, ranks), lambda: by_hand(size, schedule, rank, ranks))):
-        made.append(make())
+    for place in range(2):
+        made.append(by_hand(size, schedule, rank, ranks) if place else ours(size, schedule, ranks))
         step, module = made[-1]
         for _ in range(WARM_UP):
             step()
@@ -240,7 +246,7 @@ def main() -> None:
     print(f"{'schedule':11} {'size':6} {names}")
     for ranks in arguments.ranks or (2, 4):
         with tempfile.TemporaryDirectory() as folder:
-            spawn(run_rank, (ranks, arguments, folder), nprocs=ranks)
+            spawn(run_rank, (ranks, arguments, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

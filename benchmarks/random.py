@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import torch
 
 from autopar.mesh import Mesh
+from tests.ranks import difference_of
 from tests.runtime import random_cases
 from tests.runtime.launcher import launch
 from tests.runtime.random_cases import MESHES, PER_MODULE, Outcome, run
@@ -101,7 +102,7 @@ def _one(seed: int) -> int:
     if one.kind in ("error", "wrong"):
         try:
             assignment = random_cases.drawn(seed, traced.graph).decide(traced.graph)  # type: ignore[arg-type]
-            random_cases.difference_of(traced.graph, assignment, traced.inputs, traced.expected)  # type: ignore[arg-type]
+            difference_of(traced.graph, assignment, traced.inputs, traced.expected)  # type: ignore[arg-type]
         except Exception:  # noqa: BLE001  # it is shown
             traceback.print_exc()
     return 0 if one.kind in ("right", "refused") else 1

@@ -16,6 +16,7 @@ import argparse
 import gc
 import time
 import warnings
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from autopar.solver.solve import solve_plan
 from examples.llama3_8b import llama3_8b
 
 # Sizes of Llama 3: layers, and the config entries that differ from those of 8B.
-SHAPES = {
+SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "8b": (32, {}),
     "70b": (80, {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}),
     "405b": (126, {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}),

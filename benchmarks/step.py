@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
@@ -135,11 +135,11 @@ class Row:
     loss_difference: float
 
 
-class Sent(TorchDispatchMode):
+class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the collectives that are handed to the process group, and the bytes that a rank sends by them."""
 
     def __init__(self, ranks: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ranks = ranks
         self.count = 0
         self.bytes = 0.0
@@ -181,7 +181,7 @@ def stepper(peer: Peer, optimizer: str, compiled: bool) -> Callable[[], Tensor]:
         with peer.around():
             output = model(**peer.inputs)
             loss: Tensor = output if isinstance(output, Tensor) else output.loss
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         if optimise is not None:
             optimise.step()
         return loss.detach()
@@ -200,6 +200,7 @@ def compare(
     steps = arguments.steps or STEPS[size]
     torch.manual_seed(0)
     torch.compiler.reset()  # what was compiled for another comparison makes sizes symbols in this one
+    model: nn.Module
     if architecture in MOE:
         model, inputs = moe(architecture, size)
     else:
@@ -330,11 +331,11 @@ def main() -> None:
     sizes = ["small"] if arguments.moe else [size for size in SIZES if arguments.hf or size != "host"]
     arguments.size = arguments.size or sizes
     print(HEAD, flush=True)
-    rows = []
+    rows: list[Any] = []
     for ranks in [1] if arguments.hf else arguments.ranks or ([4] if arguments.moe else [1, 2, 4]):
         with tempfile.TemporaryDirectory() as folder:
             given = (ranks, arguments, folder)
-            torch.multiprocessing.spawn(run_rank, args=given, nprocs=ranks)
+            spawn(run_rank, args=given, nprocs=ranks)  # type: ignore[no-untyped-call]
             found = Path(folder, "rows")
             if found.exists():
                 rows.extend(json.loads(line) for line in found.read_text().splitlines())

@@ -126,7 +126,8 @@ def bubble(step: Callable[[], None], schedule: Any, micro_batches: int, ranks: i
         parts = [replace(part_costs(trace.tasks, micro_batches), send_seconds=send) for trace in stages]
         finished, busy, _ = run_orders(parts, plan, [0.0] * ranks, sends_wait=False)
         found.append((span, measured / (max(finished) / max(busy) - 1)))
-    return min(found)[1]
+    ratio: float = min(found)[1]
+    return ratio
 
 
 def message_seconds(steps: Sequence[Sequence[StepTrace]]) -> float:

@@ -48,13 +48,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     model, inputs = llama3_8b(layers=arguments.layers)
-    before = peak_gib()
+    before, memory = peak_gib(), 0.0
     ours: list[float] = []
     theirs: list[float] = []
     for _ in range(arguments.rounds):
         ours.append(seconds(lambda: autopar.trace(model, inputs)))
-        if len(ours) == 1:
-            memory = peak_gib()
+        memory = memory or peak_gib()
         theirs.append(seconds(lambda: bare(model, inputs)))
     graph = autopar.trace(model, inputs)
     ratio = statistics.median(ours) / statistics.median(theirs)

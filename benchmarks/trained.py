@@ -18,6 +18,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ class Run:
     """Training run: model, sequences of a step, devices."""
 
     layers: int
-    shape: dict[str, int]
+    shape: dict[str, Any]
     batch: int
     devices: int
     # TFLOP/s of a device; None where none is published.
@@ -77,7 +78,8 @@ def measure(name: str, run: Run, cluster: str, limit: float) -> None:
     request = PlanRequest(cluster, options=options, time_limit=limit, cache=False, any_mesh=True)
     plan = plan_graph(graph, meshes_of("?", run.devices), None, request)
     found = time.process_time()
-    weights = sum(prod(tensor.shape) for tensor in graph.parameters) - model.get_input_embeddings().weight.numel()
+    embedding: Any = model.get_input_embeddings()
+    weights = sum(prod(tensor.shape) for tensor in graph.parameters) - prod(embedding.weight.shape)
     flops = run.batch * SEQ * (6 * weights + 6 * run.layers * SEQ * run.shape["hidden_size"])
     speed = flops / plan.step_seconds / run.devices / 1e12
     said = "" if run.published is None else f", published {run.published:.0f}: {speed / run.published:.2f} of it"

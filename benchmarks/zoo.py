@@ -178,7 +178,7 @@ def rank_outcomes(
     graph = autopar.trace(model, inputs)
     expected = results_of(model, inputs)
     mesh = Mesh(**dict(zip(AXES, sizes, strict=False)))
-    axes = {axis: size for axis, size in mesh.axes.items() if size is not None}
+    axes = mesh.whole
     devices = device_mesh(mesh)
     outcomes = []
     for strategy in strategies:

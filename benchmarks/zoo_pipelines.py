@@ -80,6 +80,7 @@ class PipelineOutcome:
 
 def labelled(architecture: str, parts: int = 1, train: bool = False) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return the model in float64 and inputs with labels, some of which no loss counts."""
+    model: Any
     model, inputs = zoo_model(architecture, train, parts=parts)
     if architecture in IMAGES:
         inputs["labels"] = torch.arange(BATCH) % model.config.num_labels
@@ -107,8 +108,8 @@ def outcome(case: PipelineCase, mesh: str) -> PipelineOutcome:
     except AutoparError as error:
         return PipelineOutcome(reason=str(error))
     expected, own = loss_of(model(**inputs)), loss_of(parallel(**inputs))
-    expected.backward()
-    own.backward()
+    for loss in (expected, own):
+        loss.backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         rows = [{name: x.chunk(MICRO_BATCHES)[i] for name, x in inputs.items()} for i in range(MICRO_BATCHES)]
         means = torch.stack([loss_of(model(**each)) for each in rows]).mean()

@@ -251,7 +251,8 @@ def example_input(name: str, config: Any, batch: int, seq: int) -> torch.Tensor:
     }
     if name not in shapes:
         raise ValueError(f"this example does not know how to make the input {name!r} of {config.model_type!r}")
-    shape = (batch, *shapes[name](config))
+    sizes: Any = shapes[name]
+    shape = (batch, *sizes(config))
     return torch.ones(shape, dtype=torch.int64) if name == "attention_mask" else torch.randn(shape)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -106,7 +107,7 @@ def one_process() -> None:
     """Start a process group of this process alone."""
     choose_gloo_interface()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 @contextmanager
@@ -128,7 +129,7 @@ def llama(setting: Setting, layers: int = 16, batch: int = 4, seq: int = 2048, *
     """Return a Llama of transformers in bfloat16, by default about 1.2 billion parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config: dict[str, int] = {"vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 8192}
+    config: dict[str, Any] = {"vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 8192}
     config |= {"num_attention_heads": 32, "num_key_value_heads": 8, **sizes}
     if setting.tiny:
         layers, batch, seq = min(layers, 2), min(batch, 16), 32
@@ -137,10 +138,10 @@ def llama(setting: Setting, layers: int = 16, batch: int = 4, seq: int = 2048, *
     with setting.device:
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **config))
         ids = torch.randint(config["vocab_size"], (batch, seq))
-    return model.to(torch.bfloat16), {"input_ids": ids, "labels": ids}
+    return nn.Module.to(model, torch.bfloat16), {"input_ids": ids, "labels": ids}
 
 
-def stepper(module: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer | None = None) -> Step:
+def stepper(module: Any, inputs: Any, optimizer: torch.optim.Optimizer | None = None) -> Step:
     """Return a step: forward, backward and, with an optimizer, the update."""
     parameters = list(module.parameters())
 

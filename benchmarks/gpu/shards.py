@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan
+from autopar.submesh import SubMesh
 from benchmarks.gpu.setting import Setting, llama, one_process, one_rank_of, stepper
 from examples.gpt import gpt
 from examples.moe import moe
@@ -62,7 +64,7 @@ def sync(setting: Setting) -> None:
     setting.part("one_rank", one)
     for name, (axes, layout) in WAITS.items():
 
-        def rank(axes: dict[str, int] = axes, layout: str = layout) -> Mapping[str, Any]:
+        def rank(axes: Mapping[str, int] = axes, layout: str = layout) -> Mapping[str, Any]:
             with one_rank_of(axes, setting.device) as mesh:
                 model, inputs = llama(setting, layers=2, batch=8)
                 return steady(autopar.parallelize(model, mesh, inputs, layout=layout), inputs)
@@ -76,11 +78,12 @@ def shards(setting: Setting) -> None:
     wide = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
     for name, (axes, layout) in {**CASES, "fsdp_tp_64": ({"fsdp": 8, "tp": 8}, "fsdp_tp")}.items():
 
-        def rank(axes: dict[str, int] = axes, layout: str = layout) -> Mapping[str, Any]:
+        def rank(axes: Mapping[str, int] = axes, layout: str = layout) -> Mapping[str, Any]:
             with one_rank_of(axes, setting.device) as mesh:
                 model, inputs = llama(setting, layers=4, batch=2 * next(iter(axes.values())), **wide)
                 graph = autopar.trace(model, inputs)
-                costs = evaluate(graph, propagate_plan(graph, choose_layout(layout, axes), axes), cluster)
+                ranks = SubMesh(axes)
+                costs = evaluate(graph, propagate_plan(graph, choose_layout(layout, ranks), ranks), cluster)
                 module = autopar.parallelize(model, mesh, inputs, layout=layout)
                 del model
                 found = _measured(setting, module, inputs)
@@ -100,13 +103,13 @@ def predict(setting: Setting) -> None:
     if calibrated.exists():
         clusters["calibrated"] = load_cluster(str(calibrated))
     for name, make in _models(setting).items():
-        setting.part(name, lambda make=make: _predicted(setting, make, clusters))
+        setting.part(name, partial(_predicted, setting, make, clusters))
 
 
 def _predicted(setting: Setting, make: Callable[[], Any], clusters: Mapping[str, Cluster]) -> Mapping[str, Any]:
     model, inputs = make()
-    graph = autopar.trace(model, inputs)
-    plan = propagate_plan(graph, choose_layout("ddp", {"dp": 1}), {"dp": 1})
+    graph, axes = autopar.trace(model, inputs), SubMesh({"dp": 1})
+    plan = propagate_plan(graph, choose_layout("ddp", axes), axes)
     module = autopar.parallelize(model, "dp=1", inputs, layout="ddp")
     del model
     found = _measured(setting, module, inputs)
@@ -136,7 +139,7 @@ def _beside(found: Mapping[str, Any], milliseconds: float, peak_gib: float) -> d
 def _models(setting: Setting) -> dict[str, Callable[[], Any]]:
     """Dense, of long sequences, small, of convolutions, of experts, an encoder."""
     device = str(setting.device)
-    small = {"vocab": 1024, "seq": 128, "batch": 8, "layers": 4, "d_model": 256, "heads": 4}
+    small: dict[str, Any] = {"vocab": 1024, "seq": 128, "batch": 8, "layers": 4, "d_model": 256, "heads": 4}
     experts = {"layers": 4, "d_model": 1024, "heads": 16, "d_ff": 4096, "vocab": 32000, "seq": 512, "batch": 8}
     images = {"depth": 50, "width": 64, "image": 224, "classes": 1000, "batch": 64}
     if setting.tiny:
@@ -154,12 +157,13 @@ def _models(setting: Setting) -> dict[str, Callable[[], Any]]:
 def _bert(setting: Setting) -> Any:
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {"vocab_size": 30522, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+    sizes: dict[str, Any] = {"vocab_size": 30522, "hidden_size": 1024, "intermediate_size": 4096}
+    sizes |= {"num_hidden_layers": 24}
     if setting.tiny:
         sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     heads = 4 if setting.tiny else 16
     with setting.device:
         model = BertForMaskedLM(BertConfig(num_attention_heads=heads, **sizes, **dropout))
         ids = torch.randint(sizes["vocab_size"], (2, 16) if setting.tiny else (16, 512))
-    return model.to(torch.bfloat16), {"input_ids": ids, "labels": ids}
+    return nn.Module.to(model, torch.bfloat16), {"input_ids": ids, "labels": ids}

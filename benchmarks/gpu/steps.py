@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def env(setting: Setting) -> None:
         found |= {"torch": torch.__version__, "python": platform.python_version(), "cuda": str(torch.version.cuda)}
         if setting.has_gpu:
             found["gpu"] = torch.cuda.get_device_name()
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
             found["cluster"] = cluster_here().name
         return found
 
@@ -89,7 +90,7 @@ def graphs(setting: Setting) -> None:
     model, inputs = llama(setting, layers=4, batch=1, seq=512)
     modules = {"plain": model, "autopar": autopar.parallelize(model, "dp=1", inputs, layout="ddp")}
     for name, module in modules.items():
-        setting.part(f"capture_{name}", lambda module=module: _captured(setting, module, inputs))
+        setting.part(f"capture_{name}", partial(_captured, setting, module, inputs))
 
     def reduce_overhead() -> Mapping[str, Any]:
         return setting.medians(_compiled(setting, modules, inputs, "reduce-overhead"), 8, warm=4)
@@ -104,7 +105,7 @@ def _captured(setting: Setting, module: nn.Module, inputs: Any) -> Mapping[str, 
     if not on:
         step()
         return {"skipped": "no GPU"}
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -127,11 +128,11 @@ def optim(setting: Setting) -> None:
     modules = {"plain": model, "autopar": autopar.parallelize(model, "dp=1", inputs, layout="ddp")}
     for module in modules.values():
         stepper(module, inputs)()
-    kinds: dict[str, dict[str, bool]] = {"default": {}, "fused": {"fused": True}}
+    kinds: dict[str, dict[str, Any]] = {"default": {}, "fused": {"fused": True}}
     kinds |= {"foreach": {"foreach": True}, "loop": {"foreach": False}}
     for kind, options in kinds.items():
 
-        def adamw(options: dict[str, bool] = options) -> Mapping[str, Any]:
+        def adamw(options: dict[str, Any] = options) -> Mapping[str, Any]:
             made = {name: torch.optim.AdamW(one.parameters(), lr=1e-5, **options) for name, one in modules.items()}
             return setting.medians({name: one.step for name, one in made.items()}, 8, warm=2)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from autopar.cost.collective_algorithms import KINDS
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.network import Network
+from autopar.submesh import SubMesh
 from benchmarks.published.metrics import Pair
 from benchmarks.published.sizes import JudgedBySize, Timing, judge_by_size
 
@@ -71,7 +72,7 @@ def predicted_seconds(one: Measured) -> float:
     """Return autopar's prediction of one collective of the library; all ranks of all nodes take part."""
     assert one.cluster is not None, f"{one.label} has no cluster"
     inside = one.ranks // one.nodes
-    network = Network(_with_ranks(one.cluster, inside, one.nodes), {"outer": one.nodes, "inner": inside})
+    network = Network(_with_ranks(one.cluster, inside, one.nodes), SubMesh({"outer": one.nodes, "inner": inside}))
     axes = ("outer", "inner")
     if one.only:
         curves = [curve for curve in network.curves(one.kind, axes) if curve.algorithm.split()[0] == one.only]

@@ -54,6 +54,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(decoder.d_model, 3 * decoder.d_model, bias=bias)
         self.out = nn.Linear(decoder.d_model, decoder.d_model, bias=bias)
         # In place of rotary positions: one kernel that reads and writes what theirs does, and saves nothing.
+        self.rotary: Tensor
         self.register_buffer("rotary", torch.ones(decoder.seq, 1, decoder.d_model // decoder.heads))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,7 +66,8 @@ class Attention(nn.Module):
         else:
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         y = self._attend(q, k, v).transpose(1, 2).reshape(batch, seq, d_model)
-        return self.out(y)
+        found: Tensor = self.out(y)
+        return found
 
     def _laid_out(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As nanotron does it (`CausalSelfAttention` in its models/llama.py): each `contiguous` and `cat` is a copy."""

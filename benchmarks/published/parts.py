@@ -6,7 +6,7 @@ in the middle of the forward and of the backward. Any number of blocks, and any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
@@ -25,6 +25,7 @@ from autopar.ir.precision import PRESETS, Precision
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan
+from autopar.submesh import SubMesh
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
 from benchmarks.published.runs import Run, Software, layout_of
 
@@ -302,7 +303,7 @@ def _precision(run: Run) -> Precision:
 
 def _plan(graph: NamedGraph, run: Run) -> StepPlan:
     """Return the run's strategy as a plan: stages are furthest apart, tensor-parallel ranks next to each other."""
-    axes: Mapping[str, int] = {"pp": run.pp, "dp": run.dp, "tp": run.tp}
+    axes = SubMesh({"pp": run.pp, "dp": run.dp, "tp": run.tp})
     plan = propagate_plan(graph, layout_of(run.sharding, run.sequence_parallel, run.dp, run.tp), axes)
     layers = {path: run.recompute for repeat in graph.repeats for path in repeat.module_paths}
     parameters = [tensor.name for tensor in graph.parameters]

@@ -6,6 +6,7 @@ from autopar.cost.evaluate import OverlapCost
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.network import Network
 from autopar.cost.pipeline import StageCosts, pipeline
+from autopar.submesh import SubMesh
 from benchmarks.published.parts import Amounts, Parts, parts_of
 from benchmarks.published.runs import Run
 from benchmarks.published.stages import Stage, stages_of
@@ -61,7 +62,7 @@ def _tied_seconds(run: Run) -> float:
     """Return the sum of the gradients of a table that the first and the last stage both have."""
     if not (run.software.sums_tied and run.decoder.tied and run.pp > 1):
         return 0.0
-    axes = {"ends": 2, "between": run.pp // 2, "dp": run.dp, "tp": run.tp}
+    axes = SubMesh({"ends": 2, "between": run.pp // 2, "dp": run.dp, "tp": run.tp})
     size = run.decoder.vocab * run.decoder.d_model / run.tp * run.software.reduce_dtype.itemsize
     return Network(load_cluster(run.cluster), axes).seconds("all_reduce", ("ends",), size)
 
@@ -108,4 +109,4 @@ SMALL_BYTES = 64
 
 
 def _network(run: Run) -> Network:
-    return Network(load_cluster(run.cluster), {"pp": run.pp, "dp": run.dp, "tp": run.tp})
+    return Network(load_cluster(run.cluster), SubMesh({"pp": run.pp, "dp": run.dp, "tp": run.tp}))

@@ -12,6 +12,7 @@ import torch
 from autopar.files import data_folder
 from autopar.sharding.layout.language import Layout, choose_layout
 from autopar.sharding.schedules import Schedule
+from autopar.submesh import SubMesh
 from benchmarks.published.models import Decoder
 
 __all__ = [
@@ -134,4 +135,4 @@ def layout_text(sharding: Sharding, sequence_parallel: bool, tensor_parallel: bo
 
 @lru_cache(maxsize=256)
 def layout_of(sharding: Sharding, sequence_parallel: bool, dp: int, tp: int) -> Layout:
-    return choose_layout(layout_text(sharding, sequence_parallel, tp > 1), {"dp": dp, "tp": tp})
+    return choose_layout(layout_text(sharding, sequence_parallel, tp > 1), SubMesh({"dp": dp, "tp": tp}))

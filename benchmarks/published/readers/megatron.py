@@ -133,7 +133,8 @@ def _yes(row: Row, column: str) -> bool:
 
 
 def _recompute(row: Row, column: str) -> Recompute:
-    for known in get_args(Recompute):
+    modes: tuple[Recompute, ...] = get_args(Recompute)
+    for known in modes:
         if row.text(column) == known:
             return known
-    raise row.fail(column, f"one of {', '.join(get_args(Recompute))}")
+    raise row.fail(column, f"one of {', '.join(modes)}")
