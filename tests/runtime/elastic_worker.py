@@ -1,7 +1,8 @@
 """`examples/train_elastic.py` as a worker that dies where the environment says: kill -9, in the midst of an op.
 
 `KILLS` lists `PLACE:STEP:AGENT:WHAT`. PLACE is `forward`, `backward` or `save`; WHAT is `worker`, or `agent` for this
-worker and its agent. `WAITS` lists `STEP:RANKS`, where a run on so many ranks waits for further ones.
+worker and its agent. `WAITS` lists `STEP:RANKS:KILLS`, where a run on so many ranks waits for further ones, after so
+many kills.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def watch_steps() -> None:
 
     def draw(self: Any, batch: int, seq: int, generator: torch.Generator) -> Any:
         step = generator.initial_seed()  # the example seeds it with the step
-        for at, ranks in WAITS:
-            while (at, ranks) == (step, dist.get_world_size()):
+        for at, ranks, kills in WAITS:
+            while (at, ranks, kills) == (step, dist.get_world_size(), len(list(MARKS.glob("kill*")))):
                 time.sleep(0.1)  # until the agents end this process, because another one has come
         if any(place != "save" and int(at) == step and agent == AGENT for place, at, agent, _ in KILLS):
             DieInStep(step).__enter__()
