@@ -26,6 +26,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import ceil, log2, prod
+from typing import TypeVar
+
+# Kinds of links that a library takes for others: it sees a connection between sites as one more network.
+LINK_LIKE = {"wan": "network"}
+
+_Value = TypeVar("_Value")
+
+
+def by_link(constants: Mapping[str, _Value], link: str, default: _Value) -> _Value:
+    """Return the constant of an algorithm for a kind of link, or for the kind that the library takes it for."""
+    return constants.get(link, constants.get(LINK_LIKE.get(link, link), default))
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,7 @@ class TopologyLevel:
     """Links that join `units` of the level below: ranks to a node, nodes to a cluster."""
 
     name: str
-    # Kind of link (`nvlink`, `network`, `memory`): the library gives the latency of a hop for each kind.
+    # Kind of link (`nvlink`, `network`, `memory`, `wan`): the library gives the latency of a hop for each kind.
     link: str
     # Links of one unit of the level below: NVLinks of a GPU, NICs of a node.
     ports: int
@@ -100,7 +111,7 @@ class Algorithm:
     def hop(self, level: TopologyLevel) -> float:
         """Return the seconds of one hop over the links of a level."""
         extra = next((level.hop_seconds[name] for name in (*self.names, "any") if name in level.hop_seconds), 0.0)
-        return self.hop_seconds.get(level.link, 0.0) + extra
+        return by_link(self.hop_seconds, level.link, 0.0) + extra
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 
 from autopar.cost.compute.rates import peak_of
 from autopar.cost.gradient_sync import MeetingCosts, late_seconds, meeting_costs
-from autopar.cost.hardware.cluster import Cluster, Device
+from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.pipeline import PartTimes, PricedStage, pipelined
@@ -216,12 +216,12 @@ def on_slowest(lowered: LoweredStep, cluster: Cluster) -> tuple[LoweredStep, Clu
     slowest = kinds[0]
     if len(kinds) > 1:
         slowest = max(kinds, key=lambda kind: _of_kind(lowered, kind, cluster).step_seconds)
-    return seen_by(lowered, slowest), cluster.with_device(slowest.device)
+    return seen_by(lowered, slowest), slowest.alone(cluster)
 
 
 def _of_kind(lowered: LoweredStep, kind: RankKind, cluster: Cluster) -> Costs:
     """Return the costs of a step on the ranks of one kind."""
-    step, own = seen_by(lowered, kind), cluster.with_device(kind.device)
+    step, own = seen_by(lowered, kind), kind.alone(cluster)
     found = profile(step, own)
     sums = _sums((found,), step, own)
     flops = found.model_flops
@@ -233,7 +233,7 @@ def _of_pipeline(lowered: LoweredStep, cluster: Cluster) -> Costs:
     step, stages = pipelined(lowered, cluster, [part.times for part in parts])
     busiest = max(stages, key=lambda stage: stage.busy_seconds + stage.parameters_seconds)
     found = tuple(parts[part].profile for part in busiest.parts)
-    own = cluster.with_device(parts[busiest.parts[0]].device)
+    own = parts[busiest.parts[0]].cluster
     sums = _sums(found, lowered, own)
     if own.device.core_fraction < 1.0:
         sums = sums.faster(lowered.plan.options.micro_batches * busiest.pass_seconds, busiest.busy_seconds)
@@ -281,7 +281,8 @@ class PricedPart(NamedTuple):
 
     profile: Profile
     times: PartTimes
-    device: Device
+    # As the ranks of the stage see it.
+    cluster: Cluster
     # The least of the stage.
     memory_fraction: float
 
@@ -297,14 +298,14 @@ def priced_parts(lowered: LoweredStep, cluster: Cluster) -> list[PricedPart]:
         kinds = rank_kinds(cluster, lowered.plan.mesh, lowered.plan.options.links, stage)
         ways = []
         for kind in kinds:
-            step, own = seen_by(lowered, kind), cluster.with_device(kind.device)
+            step, own = seen_by(lowered, kind), kind.alone(cluster)
             key = kind.part, tuple(step.plan.axes.seen_from.items())
             if key not in known:
                 known[key] = profile_parts(step, own)
             # A stage without ops still has its part.
             if part < len(known[key]):
                 one = known[key][part]
-                ways.append(PricedPart(one, part_times(one, own), kind.device, kind.memory_fraction))
+                ways.append(PricedPart(one, part_times(one, own), own, kind.memory_fraction))
         if ways:
             slowest = max(ways, key=lambda way: way.times.forward + way.times.backward)
             found.append(slowest._replace(memory_fraction=min(way.memory_fraction for way in ways)))

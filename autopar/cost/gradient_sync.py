@@ -27,6 +27,7 @@ from torch import Tensor
 
 from autopar.cost.hardware.cluster import Cluster, Jitter
 from autopar.cost.network import Network
+from autopar.cost.unequal_devices import with_slowest_links
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.drift import Coder, DriftStatement
@@ -67,7 +68,8 @@ def meeting_costs(
 ) -> MeetingCosts:
     """Return the costs of the meetings of replicas whose own step takes so long."""
     statement, size = drift.statement, _parameter_bytes(graph, plan)
-    network = Network(cluster, drift.mesh.whole, drift.mesh.links)
+    mesh, links = drift.mesh.whole, drift.mesh.links
+    network = Network(with_slowest_links(cluster, mesh, links), mesh, links)
     sent, seconds = _sent(statement, network, drift, size, replica_seconds)
     late = 0.0 if cluster.jitter is None else late_seconds(cluster.jitter, plan.mesh.size, drift, replica_seconds)
     return MeetingCosts(sent, seconds, late, *_memory(statement, drift.replicas, size))

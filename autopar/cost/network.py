@@ -20,7 +20,7 @@ from math import ceil, inf, prod, sqrt
 from types import MappingProxyType
 
 from autopar.cost.algorithm_registry import ALGORITHMS
-from autopar.cost.collective_algorithms import KINDS, Algorithm, LevelSpan, Phase, TopologyLevel
+from autopar.cost.collective_algorithms import KINDS, Algorithm, LevelSpan, Phase, TopologyLevel, by_link
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.level_prices import cheapest_ways, seconds_by_level
 from autopar.errors import ClusterError
@@ -320,7 +320,7 @@ def _curve(kind: str, algorithm: Algorithm, group: tuple[LevelSpan, ...]) -> Cur
         if times[slowest] and (phase.pipelined if algorithm.pipelined is None else algorithm.pipelined):
             # The start of the algorithm counts with its first pipeline.
             root += sqrt((waits + (0.0 if root else algorithm.base_seconds)) * times[slowest])
-            in_flight = algorithm.fill_bytes.get(group[slowest].level.link, inf)
+            in_flight = by_link(algorithm.fill_bytes, group[slowest].level.link, inf)
             fill += in_flight * times[slowest] / phase.traffic[slowest]
         latency, per_byte = latency + waits, per_byte + times[slowest]
     smallest, largest = algorithm.smallest_bytes or 0.0, algorithm.largest_bytes or inf
@@ -332,6 +332,6 @@ def _byte_rate(kind: str, algorithm: Algorithm, span: LevelSpan, phase: Phase) -
     rate = span.lone_rate if phase.lone else span.rate
     if algorithm.rings is not None:
         rate = min(rate, algorithm.rings * span.lone_rate)
-    rate *= algorithm.bandwidth_fraction.get(span.level.link, 1.0)
+    rate *= by_link(algorithm.bandwidth_fraction, span.level.link, 1.0)
     rate *= span.level.send_fraction if kind in PAIRWISE else 1.0
-    return min(rate, algorithm.limit_bytes_per_second.get(span.level.link, inf))
+    return min(rate, by_link(algorithm.limit_bytes_per_second, span.level.link, inf))

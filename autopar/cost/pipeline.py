@@ -20,6 +20,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.network import Network
+from autopar.cost.unequal_devices import with_slowest_links
 from autopar.sharding.schedules import BackwardHalf, Schedule, StageTask, TaskKind, orders
 
 
@@ -351,7 +352,8 @@ def step_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) 
     """Return the times of the forwards and backwards of all stages, and of the reductions after them."""
     plan, pipelining = step.plan, step.plan.assignment.pipelining
     assert pipelining is not None, "a pipeline has stages"
-    network = Network(cluster, pipelining.mesh, plan.options.links)
+    links = plan.options.links
+    network = Network(with_slowest_links(cluster, pipelining.mesh, links), pipelining.mesh, links)
 
     def seconds(size: float) -> float:
         return network.seconds("send", (pipelining.axis,), size) if size else 0.0

@@ -6,11 +6,13 @@ own share of the samples; a step takes as long as on the slowest rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from autopar.cost.collective_algorithms import TopologyLevel
 from autopar.cost.hardware.cluster import Cluster, Device
+from autopar.cost.hardware.part_links import slowest_level
 from autopar.cost.network import Network
 from autopar.cost.profile import TaskBuilder
 from autopar.ir.graph import NamedGraph
@@ -21,7 +23,7 @@ from autopar.sharding.choices import Choice, can_split, shardings_of
 from autopar.sharding.sharding import coordinates
 from autopar.sharding.shares import Speeds, marked
 
-__all__ = ["RankKind", "device_speeds", "devices_of", "priced_kind", "rank_kinds", "speeds_along"]
+__all__ = ["RankKind", "device_speeds", "devices_of", "priced_kind", "rank_kinds", "speeds_along", "with_slowest_links"]
 
 # Least part of the time of an even share that shrinks with the samples: small ops take as long for fewer of them.
 LEAST_SHRINKING = 0.05
@@ -41,6 +43,12 @@ class RankKind:
     memory_fraction: float
     # Share of the samples of one rank, in those of an even split; 1 where they are split evenly.
     samples: float
+    # Its links; those that join units of several parts are the slowest of these parts.
+    level: tuple[TopologyLevel, ...]
+
+    def alone(self, cluster: Cluster) -> Cluster:
+        """Return the cluster as these ranks see it: all devices and links as theirs."""
+        return replace(cluster.with_device(self.device), level=self.level)
 
 
 def devices_of(cluster: Cluster, mesh: SubMesh, links: Mapping[str, str]) -> tuple[tuple[str, Device], ...]:
@@ -79,7 +87,7 @@ def rank_kinds(
 ) -> tuple[RankKind, ...]:
     """Return the kinds of ranks of a mesh; `fixed` restricts them to some coordinates, as to one stage."""
     if not cluster.part and axes.shares is None:
-        return (RankKind("", cluster.device, dict.fromkeys(axes, 0), axes.size, 1.0, 1.0),)
+        return (RankKind("", cluster.device, dict.fromkeys(axes, 0), axes.size, 1.0, 1.0, cluster.level),)
     weights = {} if axes.shares is None else dict(axes.shares.weights)
     found: dict[tuple[str, tuple[int, ...]], list[dict[str, int]]] = {}
     devices: dict[str, Device] = {}
@@ -90,6 +98,7 @@ def rank_kinds(
         found.setdefault((part, tuple(own[at[axis]] for axis, own in weights.items())), []).append(at)
     wholes = [sum(own) for own in weights.values()]
     counts = [len(own) for own in weights.values()]
+    levels = {part: _links_of(cluster, part, devices) for part in devices}
     return tuple(
         RankKind(
             part,
@@ -98,9 +107,30 @@ def rank_kinds(
             len(ranks),
             min(1.0, devices[part].memory_bytes / cluster.device.memory_bytes),
             prod(one * count / whole for one, count, whole in zip(shares, counts, wholes, strict=True)),
+            levels[part],
         )
         for (part, shares), ranks in found.items()
     )
+
+
+def _links_of(cluster: Cluster, part: str, present: Iterable[str]) -> tuple[TopologyLevel, ...]:
+    """Return the levels that ranks of a part have beside ranks of other parts."""
+    if not any(one.links for one in cluster.part):
+        return cluster.level
+    joining = cluster.part[0].level  # all parts are units of one level
+    own, others = cluster.levels_of(part), [cluster.levels_of(one) for one in present]
+    return tuple(
+        slowest_level([levels[i] for levels in others]) if level.name == joining else level
+        for i, level in enumerate(own)
+    )
+
+
+def with_slowest_links(cluster: Cluster, mesh: SubMesh, links: Mapping[str, str]) -> Cluster:
+    """Return the cluster with the slowest links of the parts that ranks of a mesh have, for messages between them."""
+    if not any(one.links for one in cluster.part):
+        return cluster
+    present = [cluster.levels_of(part) for part in dict(devices_of(cluster, mesh, links))]
+    return replace(cluster, level=tuple(map(slowest_level, zip(*present, strict=True))))
 
 
 def priced_kind(

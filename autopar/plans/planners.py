@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar.cost.memory.peak import check_memory
 from autopar.cost.network import Network
+from autopar.cost.unequal_devices import with_slowest_links
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import Precision
@@ -92,7 +93,10 @@ class LayoutPlanner:
     @cached_property
     def _network(self) -> Network | None:
         named = self.request.cluster is not None
-        return Network(self.request.cluster_value(), self.axes, self.links) if named else None
+        if not named:
+            return None
+        cluster = with_slowest_links(self.request.cluster_value(), self.axes, self.links)
+        return Network(cluster, self.axes, self.links)
 
     def _device_bytes(self) -> float | None:
         """Return the memory of the device in bytes; None for a CPU, which the ranks of a machine share."""

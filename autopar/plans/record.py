@@ -10,6 +10,7 @@ from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.network import Network
+from autopar.cost.unequal_devices import with_slowest_links
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
@@ -91,7 +92,8 @@ class PlanRecord:
     @cached_property
     def network(self) -> Network:
         """Return the links of the cluster under the mesh."""
-        return Network(self.cluster, self.decided.mesh, self.decided.options.links)
+        mesh, links = self.decided.mesh, self.decided.options.links
+        return Network(with_slowest_links(self.cluster, mesh, links), mesh, links)
 
     @cached_property
     def collectives(self) -> tuple[PricedCollective, ...]:

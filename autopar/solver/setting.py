@@ -149,7 +149,7 @@ class PlanningProblem:
         mesh, parts = (axes if stages is None else stages.mesh), cluster
         # A step takes as long as on the slowest ranks. Of stages the fastest count, so that the bound is one.
         kind = priced_kind(graph, mesh, cluster, options.links, fastest=stages is not None)
-        axes, cluster = axes.seen(kind.coordinate), cluster.with_device(kind.device)
+        axes, cluster = axes.seen(kind.coordinate), kind.alone(cluster)
         prices = TaskBuilder(graph, cluster, axes, options.links, options.compiled, options.precision)
         if stages is not None:
             prices.on_mesh(mesh)

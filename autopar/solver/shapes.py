@@ -20,6 +20,7 @@ import numpy as np
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.network import Network
+from autopar.cost.unequal_devices import with_slowest_links
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.short_graph import ShortGraph, shorten
@@ -268,7 +269,8 @@ class ShapeSearch:
         sent = costs.column("sent_bytes")[0]
         if shape.stages == 1:
             return np.zeros(len(sent))
-        network = Network(self.cluster, SubMesh(shape.mesh), self.options.links)
+        mesh, links = SubMesh(shape.mesh), self.options.links
+        network = Network(with_slowest_links(self.cluster, mesh, links), mesh, links)
         by_size = {size: network.seconds("send", (STAGES,), size) if size else 0.0 for size in set(sent.tolist())}
         return np.array([by_size[size] for size in sent.tolist()])
 

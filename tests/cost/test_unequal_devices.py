@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.cost.collective_algorithms import TopologyLevel
 from autopar.cost.evaluate import Costs
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.unequal_devices import devices_of, rank_kinds
@@ -120,6 +121,25 @@ def test_a_slower_part_is_the_device_at_that_speed(graph: NamedGraph, tmp_path: 
     assert found.kinds[1].compute_seconds == plain.compute.seconds
     assert found.compute.seconds == pytest.approx(2 * plain.compute.seconds, rel=1e-3)
     assert plain.kinds == ()
+
+
+def test_a_part_with_slower_links_sends_slower(graph: NamedGraph, mixed: Cluster) -> None:
+    """Messages inside its nodes take longer for its own ranks, messages between nodes for all."""
+    (part,), (inside, between) = mixed.part, mixed.level
+    axes = Mesh("dp=2,tp=4").whole
+
+    def times(layout: str, *links: TopologyLevel) -> list[float]:
+        cluster = replace(mixed, part=(replace(part, device=mixed.device, links=links),))
+        return [one.step_seconds for one in price(graph, layout, axes, cluster).kinds]
+
+    slow = [replace(one, achieved_bytes_per_second=one.rate_bytes_per_second / 4) for one in (inside, between)]
+    inner, outer = "batch -> dp; (heads, d_ff) -> tp; * -> none", "batch -> dp*tp; * -> none"
+    own, others = times(inner, slow[0])
+    assert others == times(inner)[1]
+    assert own > 1.2 * others
+    own, others = times(outer, slow[1])
+    assert own == others
+    assert own > times(outer)[1]
 
 
 def test_a_stage_is_priced_on_its_own_devices(mixed: Cluster) -> None:

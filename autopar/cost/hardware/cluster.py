@@ -17,8 +17,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from autopar.cost.algorithm_registry import ALGORITHMS
-from autopar.cost.collective_algorithms import KINDS, Library, TopologyLevel
+from autopar.cost.collective_algorithms import KINDS, LINK_LIKE, Library, TopologyLevel
 from autopar.cost.compute.matmul_time import MatmulUnit
+from autopar.cost.hardware.part_links import PartLinks, own_level
 from autopar.cost.hardware.toml_reader import Document, Source, read_document
 from autopar.errors import ClusterError
 from autopar.files import data_folder
@@ -114,6 +115,8 @@ class ClusterPart:
     device: Device
     # Speed of these devices, as a share of that of their kind: a limit of power, a slower clock.
     speed_fraction: float = 1.0
+    # Levels whose links are others than those of the cluster: the part's own level, and levels inside its units.
+    links: tuple[TopologyLevel, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,11 @@ class Cluster:
     def ranks_per_node(self) -> int | None:
         """Return the number of devices that the innermost links join; None: any number."""
         return self.level[0].units
+
+    def levels_of(self, part: str) -> tuple[TopologyLevel, ...]:
+        """Return the levels as the units of a part have them; of units that no part names for the empty name."""
+        own = {level.name: level for one in self.part if one.name == part for level in one.links}
+        return tuple(own.get(level.name, level) for level in self.level)
 
     def with_device(self, device: Device) -> Cluster:
         """Return the cluster with all devices of one kind."""
@@ -316,7 +324,8 @@ def _read_parts(
         if own is not None:
             kind, file = _named_part(document, (*place, "device"), own, "device", Device)
             files += [] if file is document else [(i, file)]
-        parts.append(ClusterPart(found.name, found.level, found.units, kind, found.speed_fraction))
+        links = _part_links(document, place, found, levels)
+        parts.append(ClusterPart(found.name, found.level, found.units, kind, found.speed_fraction, links))
     _check_parts(document, parts, levels)
     return tuple(parts), files
 
@@ -329,6 +338,33 @@ class _PartKeys:
     level: str
     units: int
     speed_fraction: float = 1.0
+    links: tuple[PartLinks, ...] = ()
+
+
+def _part_links(
+    document: Document, place: tuple[str | int, ...], part: _PartKeys, levels: tuple[TopologyLevel, ...]
+) -> tuple[TopologyLevel, ...]:
+    """Return the levels that a part describes anew."""
+    names = [level.name for level in levels]
+    inside = names[: names.index(part.level) + 1] if part.level in names else names
+    found: dict[str, TopologyLevel] = {}
+    for i, links in enumerate(part.links):
+        at = (*place, "links", i)
+        if links.name not in inside:
+            message = f"part '{part.name}' has no links of level '{links.name}'{did_you_mean(links.name, inside)}"
+            document.fail((*at, "name"), message, f"its own level and those inside are {', '.join(inside)}")
+        if links.name in found:
+            document.fail((*at, "name"), f"level '{links.name}' stands twice", "describe the links of a level once")
+        found[links.name] = own_level(levels[names.index(links.name)], links)
+        _check_rates(document, found[links.name], at)
+        _check_wires(document, found[links.name], at)
+    return tuple(found.values())
+
+
+def _check_rates(document: Document, level: TopologyLevel, place: tuple[str | int, ...]) -> None:
+    if level.rate_bytes_per_second > level.port_bytes_per_second:
+        message = "'achieved' is impossible: it is more than the port gives"
+        document.fail((*place, "achieved"), message, "give what is achieved of one port in one direction")
 
 
 def _check_parts(document: Document, parts: list[ClusterPart], levels: tuple[TopologyLevel, ...]) -> None:
@@ -356,6 +392,7 @@ def _check_levels(document: Document, levels: tuple[TopologyLevel, ...], library
         document.fail(("level",), "the cluster has no links", "describe them, the innermost first, as [[level]]")
     _check_library(document, library)
     links = sorted({link for algorithm in library.algorithm for link in algorithm.hop_seconds})
+    links += [link for link, like in LINK_LIKE.items() if like in links and link not in links]
     hops = {"any"} | {name for algorithm in library.algorithm for name in algorithm.names}
     seen: list[str] = []
     for i, level in enumerate(levels):
@@ -365,9 +402,7 @@ def _check_levels(document: Document, levels: tuple[TopologyLevel, ...], library
         seen.append(level.name)
         if level.units is None and i < len(levels) - 1:
             document.fail(place, f"level '{level.name}' lacks 'units'", "only the outermost level joins any number")
-        if level.rate_bytes_per_second > level.port_bytes_per_second:
-            message = "'achieved' is impossible: it is more than the port gives"
-            document.fail((*place, "achieved"), message, "give what is achieved of one port in one direction")
+        _check_rates(document, level, place)
         if level.link not in links:
             message = f"library '{library.name}' knows no links of kind '{level.link}'{did_you_mean(level.link, links)}"
             document.fail((*place, "link"), message, f"its kinds of links are {', '.join(links)}")

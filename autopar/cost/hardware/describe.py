@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.collective_algorithms import TopologyLevel
 from autopar.cost.hardware.cluster import Cluster, ClusterPart, cluster_path, shared_path
 from autopar.cost.hardware.toml_reader import read_document
 from autopar.cost.network import Network
@@ -46,7 +48,6 @@ def cluster_table(clusters: list[Cluster]) -> str:
 def cluster_data(cluster: Cluster) -> dict[str, Any]:
     """Return the numbers of a cluster as plain data, without those of its algorithms."""
     device = cluster.device
-    keys = ("name", "link", "units", "ports", "port_bytes_per_second", "rate_bytes_per_second")
     return {
         "name": cluster.name,
         "description": cluster.description,
@@ -57,9 +58,7 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
             "launch_seconds": device.launch_seconds,
             "peak_flops": dict(device.peak_flops),
         },
-        "levels": [
-            {**{key: getattr(level, key) for key in keys}, "offers": list(level.offers)} for level in cluster.level
-        ],
+        "levels": [_level_data(level) for level in cluster.level],
         "parts": [
             {
                 "name": part.name,
@@ -68,12 +67,18 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
                 "device": part.device.name,
                 "memory_bytes": part.device.memory_bytes,
                 "speed": part.speed_fraction,
+                "levels": [_level_data(level) for level in part.links],
             }
             for part in cluster.part
         ],
         "library": cluster.library.name,
         "sources": {name: {"text": one.text, "date": one.date} for name, one in sorted(cluster.sources.items())},
     }
+
+
+def _level_data(level: TopologyLevel) -> dict[str, Any]:
+    keys = ("name", "link", "units", "ports", "port_bytes_per_second", "rate_bytes_per_second")
+    return {**{key: getattr(level, key) for key in keys}, "offers": list(level.offers)}
 
 
 def describe(cluster: Cluster) -> str:
@@ -88,6 +93,7 @@ def describe(cluster: Cluster) -> str:
         f"            {peaks}",
         f"            an op of an eager program takes {_time(device.launch_seconds)} at least",
         *(f"  {'parts' if i == 0 else '':9} {_part(part)}" for i, part in enumerate(cluster.part)),
+        *(f"  {'':9} {part.name}, links of {level.name}: {_links(level)}" for part, level in _part_levels(cluster)),
         *(f"  {'links' if i == 0 else '':9} {_level(cluster, i)}" for i in range(len(cluster.level))),
         f"  library   {cluster.library.name}: {', '.join(algorithms)}",
         "",
@@ -105,6 +111,17 @@ def _part(part: ClusterPart) -> str:
     return (
         f"{part.name}: {part.units} {units} of {part.level}, {device.name}: {_number(device.memory_bytes, 'B')}{speed}"
     )
+
+
+def _part_levels(cluster: Cluster) -> Iterator[tuple[ClusterPart, TopologyLevel]]:
+    return ((part, level) for part in cluster.part for level in part.links)
+
+
+def _links(level: TopologyLevel) -> str:
+    """Return number and rates of the links of one unit."""
+    wired = ", in pairs" if level.wires else ""
+    rates = f"{_number(level.port_bytes_per_second, 'B/s')}, {_number(level.rate_bytes_per_second, 'B/s')} in practice"
+    return f"{level.ports} × {rates}{wired}"
 
 
 def _level(cluster: Cluster, i: int) -> str:
