@@ -6,9 +6,10 @@
 Both take the same cuts, micro-batches and schedule; their steps take turns. `wall` is the ratio of the medians of the
 slowest rank, `CPU` that of the processor's seconds of all ranks, which other programs disturb less. `noise` is the
 ratio of the peer's wall time in one half of its steps to that in the other. `memory` is the ratio of the peaks of the
-fullest ranks, in bytes of tensors alive at once. `bubble` is the idle time of the busiest stage, in the fastest step,
-to that of the same schedule simulated with the measured tasks and messages; it needs a core for each rank. `halves` is
-the processor's time of the backwards of zero_bubble, in two halves, to that of the whole ones of 1f1b.
+fullest ranks, in bytes of tensors alive at once. `idle` is the share of the fastest step in which the busiest stage
+waits, `model` that of the same schedule simulated with the measured tasks and messages, and `bubble` their ratio. They
+need a core for each rank: without one a stage that waits for a core is not idle, and they are left out. `halves` is the
+processor's time of the backwards of zero_bubble, in two halves, to that of the whole ones of 1f1b.
 """
 
 from __future__ import annotations
@@ -202,11 +203,19 @@ def compare(size: str, schedule: str, steps: int, rank: int, ranks: int) -> str:
     error = torch.tensor(_difference(parallel, part))
     dist.all_reduce(error, dist.ReduceOp.MAX)
     ratio = f"{halves(both_schedules(size, ranks), steps):6.3f}" if schedule == "zero_bubble" else f"{'-':>6}"
-    kept, idle = float(memory[0] / memory[1]), bubble(mine, schedule, MICRO_BATCHES, ranks, steps)
+    kept = float(memory[0] / memory[1])
+    idle = (
+        str(bubble(mine, schedule, MICRO_BATCHES, ranks, steps)) if has_cores(ranks) else f"{'-':>6} {'-':>6} {'-':>6}"
+    )
     return (
         f"{schedule:11} {size:6} {ranks:5} {1e3 * wall[0]:9.1f} {1e3 * wall[1]:9.1f} {wall[0] / wall[1]:6.3f} "
-        f"{processor[0] / processor[1]:6.3f} {noise:6.3f} {kept:6.3f} {idle:6.3f} {ratio}   {float(error):.1e}"
+        f"{processor[0] / processor[1]:6.3f} {noise:6.3f} {kept:6.3f} {idle} {ratio}   {float(error):.1e}"
     )
+
+
+def has_cores(ranks: int) -> bool:
+    """Return whether each rank has a core of its own."""
+    return len(os.sched_getaffinity(0)) >= ranks
 
 
 def _difference(parallel: Any, part: nn.Module) -> float:
@@ -242,9 +251,13 @@ def main() -> None:
     arguments.schedule = arguments.schedule or list(SCHEDULES)
     # The profiler of the ranks prints lines of its own, and warns of tensors that are older than it.
     os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
-    names = "ranks   ours ms   peer ms   wall    CPU  noise memory bubble halves   difference of gradients"
+    names = (
+        "ranks   ours ms   peer ms   wall    CPU  noise memory   idle  model bubble halves   difference of gradients"
+    )
     print(f"{'schedule':11} {'size':6} {names}")
     for ranks in arguments.ranks or (2, 4):
+        if not has_cores(ranks):
+            print(f"{ranks} ranks share {len(os.sched_getaffinity(0))} cores: wall times are those of all of them")
         with tempfile.TemporaryDirectory() as folder:
             spawn(run_rank, (ranks, arguments, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
 

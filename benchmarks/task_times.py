@@ -23,7 +23,7 @@ from autopar.lowering.collectives.stage_messages import MessageExchange
 from autopar.lowering.modules import pipeline_loop
 from autopar.sharding.schedules import BackwardHalf, StageMessage, StageTask, TaskKind, orders
 
-__all__ = ["StepTrace", "TaskTimes", "bubble", "halves"]
+__all__ = ["Idle", "StepTrace", "TaskTimes", "bubble", "halves"]
 
 
 class Timed(NamedTuple):
@@ -107,8 +107,23 @@ def halves(pair: Sequence[Callable[[], None]], steps: int) -> float:
     return float(halved / whole)
 
 
-def bubble(step: Callable[[], None], schedule: Any, micro_batches: int, ranks: int, steps: int) -> float:
-    """Return the idle time of our fastest step to that of the schedule, simulated with its tasks and messages."""
+class Idle(NamedTuple):
+    """Idle time of the busiest stage to the length of a step, as measured and as simulated."""
+
+    measured: float
+    simulated: float
+
+    def __str__(self) -> str:
+        ratio = f"{self.measured / self.simulated:.3f}" if self.simulated >= LEAST_IDLE else "-"
+        return f"{self.measured:6.1%} {self.simulated:6.1%} {ratio:>6}"
+
+
+# Ratios of smaller shares say nothing: a stage that never waits is late by chance alone.
+LEAST_IDLE = 0.01
+
+
+def bubble(step: Callable[[], None], schedule: Any, micro_batches: int, ranks: int, steps: int) -> Idle:
+    """Return the idle time of our fastest step, and that of the schedule simulated with its tasks and messages."""
     times = TaskTimes()
     for _ in range(steps):
         dist.barrier()
@@ -118,16 +133,15 @@ def bubble(step: Callable[[], None], schedule: Any, micro_batches: int, ranks: i
     by_step = [*zip(*every, strict=True)]
     send = message_seconds(by_step)
     plan = orders(ranks, micro_batches, schedule, halves=True)
-    found = []
+    found: list[tuple[float, Idle]] = []
     for stages in by_step:
         begins = [trace.tasks[0].begin for trace in stages]
         span = max(trace.tasks[-1].end for trace in stages) - min(begins)
-        measured = span / max(sum(one.busy for one in trace.tasks) for trace in stages) - 1
+        measured = 1 - max(sum(one.busy for one in trace.tasks) for trace in stages) / span
         parts = [replace(part_costs(trace.tasks, micro_batches), send_seconds=send) for trace in stages]
         finished, busy, _ = run_orders(parts, plan, [0.0] * ranks, sends_wait=False)
-        found.append((span, measured / (max(finished) / max(busy) - 1)))
-    ratio: float = min(found)[1]
-    return ratio
+        found.append((span, Idle(measured, 1 - max(busy) / max(finished))))
+    return min(found)[1]
 
 
 def message_seconds(steps: Sequence[Sequence[StepTrace]]) -> float:

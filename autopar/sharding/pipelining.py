@@ -205,7 +205,8 @@ def late_weights(graph: NamedGraph, assignment: Assignment) -> dict[str, tuple[s
             trained = [name for name in (weight, bias) if name is not None and graph.tensors[name].requires_grad]
             ndims = [None if name is None else len(graph.tensors[name].shape) for name in (weight, bias)]
             is_constant = x != weight and varying.isdisjoint((weight, bias))
-            if is_constant and weight in trained and ndims[0] == 2 and ndims[1] in (None, 1):
+            is_real = weight in trained and not graph.tensors[weight].dtype.is_complex
+            if is_constant and is_real and ndims[0] == 2 and ndims[1] in (None, 1):
                 found[node.name] = tuple(trained)
         if node.name in pipelining.parts or not varying.isdisjoint(node.operands):
             varying.update(name for name in node.outputs if name is not None)

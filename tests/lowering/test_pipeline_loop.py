@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from autopar.lowering.collectives import stage_messages
 from autopar.lowering.collectives.stage_messages import Crossing, MessageExchange, ResultMessage, StageGroup
+from autopar.lowering.modules.gradient_sums import GradientSums, leaves_of
 from autopar.lowering.modules.late_weights import LateWeights
-from autopar.lowering.modules.micro_loop import GradientSums, LoopResult, leaves_of
+from autopar.lowering.modules.micro_loop import LoopResult
 from autopar.lowering.modules.pipeline_loop import PipelineLoop, _Run
 from autopar.lowering.modules.pipeline_part import PartResult, PipelinePart
 from autopar.sharding.schedules import Route, Schedule, StageMessage, TaskKind, orders, stage_program

@@ -169,6 +169,23 @@ def test_which_gradients_are_put_off(layout: str, late: set[str]) -> None:
     assert not late_weights(other.graph, other.decided.assignment)
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(6, 6, dtype=torch.complex64, device="meta") for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x)).abs().mean()
+
+
+def test_complex_products_put_nothing_off() -> None:
+    """Their gradients are products with conjugates, which autograd computes."""
+    graph = autopar.trace(Complex(), (torch.empty(8, 6, dtype=torch.complex64, device="meta"),))
+    text = "micro 2; pipeline pp zero_bubble; cut pp before @last; * -> none"
+    plan = plan_under_layout(graph, autopar.Mesh("pp=2"), text, REQUEST)
+    assert not late_weights(plan.graph, plan.decided.assignment)
+
+
 def test_stages_share_the_model() -> None:
     """Parameters, work and collectives of all stages are those of the model on the other axes."""
     whole = priced("dp=2", "micro 8; batch -> dp; * -> none").costs

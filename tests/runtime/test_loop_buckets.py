@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.lowering.modules import loop_buckets, micro_loop
+from autopar.lowering.modules import loop_buckets
+from autopar.lowering.modules.gradient_sums import GradientSums
 from autopar.lowering.modules.micro_loop import MicroBatchLoop
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from examples.gpt import gpt
@@ -41,7 +42,7 @@ def loop_of(parallel: Any) -> Any:
 def events() -> Iterator[list[str]]:
     """Starts and ends of backwards, waits for gathers, and begins of reductions, in their order."""
     found: list[str] = []
-    add, begin, arrive = micro_loop.GradientSums.add, loop_buckets._Reduction.__init__, loop_buckets.LoopBucket.arrive
+    add, begin, arrive = GradientSums.add, loop_buckets._Reduction.__init__, loop_buckets.LoopBucket.arrive
 
     def added(*args: Any, **others: Any) -> Any:
         found.append("backward")
@@ -60,7 +61,7 @@ def events() -> Iterator[list[str]]:
         arrive(self)
 
     with (
-        mock.patch.object(micro_loop.GradientSums, "add", added),
+        mock.patch.object(GradientSums, "add", added),
         mock.patch.object(loop_buckets._Reduction, "__init__", begun),
         mock.patch.object(loop_buckets.LoopBucket, "arrive", arrived),
     ):

@@ -197,8 +197,8 @@ def test_what_is_put_off_is_priced(layout: str, mesh: str) -> None:
         assert predicted == pytest.approx(measured, rel=0.02)
 
 
-def halved() -> dict[str, tuple[list[str], int]]:
-    """By kind of call: parameters with other bits in their gradients than `1f1b` gives, and late products."""
+def halved() -> dict[str, tuple[float, int]]:
+    """By kind of call: the difference of gradients from those under `1f1b`, and late products."""
     found = {}
     plain, recompute = "batch -> none; * -> none", "batch -> none; * -> none; recompute"
     cases: dict[str, tuple[str, dict[str, Any]]] = {
@@ -218,15 +218,17 @@ def halved() -> dict[str, tuple[list[str], int]]:
                 (parallel(**inputs) * scale).backward()
             grads.append(gradients(parallel))
         late = sum(isinstance(one, LateProduct) for one in loop_of(parallel).modules())
-        found[name] = [key for key in grads[0] if not torch.equal(grads[0][key], grads[1][key])], late
+        found[name] = worst(grads[1], grads[0]), late
     return found
 
 
 @pytest.mark.slow
-def test_put_off_gradients_are_the_same_bits() -> None:
+def test_put_off_gradients_are_the_same() -> None:
+    """Half precision has the same bits; else a product is added to the sum as it is computed."""
     for rank, found in enumerate(launch(halved, ranks=2, seconds=120)):
-        # Four products of a block, and the logits.
-        assert found == {name: ([], 4 + rank) for name in ("float64", "bfloat16", "float16", "full", "selective")}
+        for name, (off, late) in found.items():
+            assert late == 4 + rank, "four products of a block, and the logits"
+            assert off <= (0 if "16" in name else 1e-14), name
 
 
 def from_shards(layout: str) -> tuple[str, float, float]:

@@ -2,12 +2,13 @@
 
 The backward of such a product computes the gradient of its input, and records what the weight's gradient needs: the
 input and the gradient of the result. A schedule of a pipeline computes it later, when other stages have their values.
+A product of matrices is added to the sum of the gradients as it is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,24 +32,40 @@ def operands_of(node: Node) -> tuple[Node, Node | None] | None:
     return weight, bias
 
 
+class WeightSums(Protocol):
+    """Sums of the gradients of leaves, by place."""
+
+    def put(self, place: int, gradient: Tensor) -> None:
+        """Add a gradient of one leaf, in memory of its own."""
+        ...
+
+    def put_product(self, place: int, left: Tensor, right: Tensor) -> None:
+        """Add a gradient of one leaf that is a product of two matrices."""
+        ...
+
+
 class _LateGradient(NamedTuple):
-    """Operands of the gradients of a weight and a bias, as matrices."""
+    """Operands of the gradients of a weight and a bias: the input and the gradient of the result."""
 
     product: LateProduct
     inputs: Tensor
     gradients: Tensor
     has_bias: bool
 
-    def add(self, put: Callable[[int, Tensor], None]) -> None:
-        """Compute the gradients, and hand them on with the places of their tensors."""
+    def add(self, sums: WeightSums) -> list[int]:
+        """Compute the gradients, add them to sums; return the places of their tensors."""
         product, inputs, gradients, has_bias = self
+        if gradients.ndim != 2:
+            inputs, gradients = inputs.reshape(-1, inputs.shape[-1]), gradients.reshape(-1, gradients.shape[-1])
         if product.is_linear:
-            put(product.weight, gradients.t().mm(inputs))
+            sums.put_product(product.weight, gradients.t(), inputs)
         else:
-            put(product.weight, inputs.t().mm(gradients))
-        if has_bias:
-            assert product.bias is not None, "its gradient is wanted"
-            put(product.bias, gradients.sum(0))
+            sums.put_product(product.weight, inputs.t(), gradients)
+        if not has_bias:
+            return [product.weight]
+        assert product.bias is not None, "its gradient is wanted"
+        sums.put(product.bias, gradients.sum(0))
+        return [product.weight, product.bias]
 
 
 class LateWeights:
@@ -79,10 +96,27 @@ class LateProduct(nn.Module):
     def forward(self, *operands: Tensor | None) -> Tensor:
         weight, bias = operands[self.weight_at], self.bias_of(operands)
         is_late = torch.is_grad_enabled() and weight is not None and weight.requires_grad and weight.ndim == 2
-        if is_late and (bias is None or bias.ndim == 1):
-            found: Tensor = _LateProduct.apply(self, *operands)  # type: ignore[no-untyped-call]
-        else:
+        found: Tensor
+        if not is_late or (bias is not None and bias.ndim != 1):
             found = self.op(*operands)
+        elif _saves_as_they_are() and (x := operands[self.input_at]) is not None and x.requires_grad:
+            found = self._with_hook(x, operands)
+        else:
+            found = _LateProduct.apply(self, *operands)  # type: ignore[no-untyped-call]
+        return found
+
+    def _with_hook(self, x: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
+        """Multiply by constants, so that autograd computes the gradient of the input alone; keep that of the result."""
+        bias = self.bias_of(operands)
+        has_bias = bias is not None and bias.requires_grad
+        constant = [one if one is None or one is x else one.detach() for one in operands]
+        found: Tensor = self.op(*constant)
+        late, of = self.late, x.detach()
+
+        def keep(gradient: Tensor) -> None:
+            late.append(_LateGradient(self, of, gradient, has_bias))
+
+        found.register_hook(keep)  # type: ignore[no-untyped-call]
         return found
 
     def bias_of(self, operands: Sequence[Any]) -> Any:
@@ -94,7 +128,14 @@ class LateProduct(nn.Module):
         return f"{self.op}, with the gradient of its weight put off"
 
 
+def _saves_as_they_are() -> bool:
+    """Return whether autograd keeps tensors for the backward, and no region recomputes or moves them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 class _LateProduct(torch.autograd.Function):
+    """Product that saves its operands as autograd does, for regions that recompute them."""
+
     @staticmethod
     def forward(ctx: Any, product: LateProduct, *operands: Tensor | None) -> Tensor:
         ctx.product = product
@@ -111,7 +152,7 @@ class _LateProduct(torch.autograd.Function):
         shape = x.shape
         flat = gradient.reshape(-1, gradient.shape[-1])
         has_bias = bool(product.bias_of(wanted))
-        product.late.append(_LateGradient(product, x.reshape(-1, shape[-1]), flat, has_bias))
+        product.late.append(_LateGradient(product, x, gradient, has_bias))
         found: list[Tensor | None] = [None] * (1 + len(wanted))
         if wanted[product.input_at]:
             found[1 + product.input_at] = flat.mm(weight if product.is_linear else weight.t()).reshape(shape)

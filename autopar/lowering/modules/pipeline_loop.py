@@ -28,10 +28,10 @@ from autopar.lowering.collectives.stage_messages import (
     receive,
     send,
 )
+from autopar.lowering.modules.gradient_sums import GradientSums
 from autopar.lowering.modules.late_weights import LateWeights
 from autopar.lowering.modules.loop_buckets import BucketPass, LoopBuckets, with_arrivals
 from autopar.lowering.modules.micro_loop import (
-    GradientSums,
     common_factor,
     expected_gradients,
     first_derivative,
@@ -341,12 +341,8 @@ class _Run:
     def _weight_gradients(self, task: StageTask) -> None:
         assert self.sums is not None, "it records gradients"
         for one in self.late.pop((self.loop.stages.part_of(task), task.micro_batch)):
-            one.add(self._put)
-
-    def _put(self, place: int, gradient: Tensor) -> None:
-        assert self.sums is not None, "it records gradients"
-        self.sums.put(place, gradient)
-        self.given.added(place)
+            for place in one.add(self.sums):
+                self.given.added(place)
 
     def _add_tied(self) -> None:
         """Send the gradients of tied inputs to the stage that has them, and add them up there."""

@@ -1,0 +1,137 @@
+"""Sums of gradients over the micro-batches of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.sharding.options import sum_dtype
+
+__all__ = ["GradientSums", "leaves_of"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def leaves_of(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the inputs as leaves of the graph of each micro-batch."""
+    return [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+
+
+class GradientSums:
+    """Sums of the gradients of leaves over micro-batches; half precision adds up in float32."""
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.leaves = leaves
+        self.wanted = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
+        self.is_half = any(leaves[place].dtype in _HALF for place in self.wanted)
+        # Without half precision autograd adds to `.grad` of the leaves, in place, until somebody asks.
+        self._totals: dict[int, Tensor] = {}
+        self.is_used = False
+
+    def add(
+        self,
+        parts: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        retain: bool = False,
+        others: Sequence[Tensor] = (),
+    ) -> list[Tensor | None]:
+        """Add the gradients of one micro-batch, given those of its parts; return the gradients of other leaves."""
+        # The graph has no leaves but these. Their list as an argument would cost a look-up for each of its nodes.
+        torch.autograd.backward(parts, gradients, retain_graph=retain)
+        taken = [leaf.grad for leaf in others]
+        for leaf in others:
+            leaf.grad = None
+        if self.is_half:
+            for place in self.wanted:
+                self._take_half(place)
+        return taken
+
+    def _take_half(self, place: int) -> None:
+        """Move the gradient of one micro-batch from `.grad` of a leaf to its sum."""
+        leaf = self.leaves[place]
+        if leaf.grad is not None:
+            gradient, leaf.grad = leaf.grad, None
+            self._widen(place, gradient)
+
+    def _widen(self, place: int, gradient: Tensor) -> None:
+        total = self._totals.get(place)
+        if total is None:
+            # A copy: the gradient may share memory with another one.
+            self._totals[place] = gradient.to(sum_dtype(gradient.dtype), copy=True)
+        else:
+            total += gradient
+
+    def put(self, place: int, gradient: Tensor) -> None:
+        """Add a gradient of one leaf, in memory of its own."""
+        leaf = self.leaves[place]
+        if self.is_half:
+            self._widen(place, gradient)
+        elif (total := leaf.grad) is not None:
+            total += gradient
+        elif place in self._totals:
+            self._totals[place] += gradient
+        else:
+            leaf.grad = gradient
+
+    def put_product(self, place: int, left: Tensor, right: Tensor) -> None:
+        """Add a gradient of one leaf that is a product of two matrices."""
+        total = self.leaves[place].grad
+        if total is None:
+            total = self._totals.get(place)
+        if total is None or total.dtype != left.dtype:
+            self.put(place, left.mm(right))
+        else:
+            total.addmm_(left, right)
+
+    def _moved(self, place: int) -> Tensor | None:
+        """Return the sum for one leaf, which is not in its `.grad` any more; None if there is no gradient."""
+        leaf = self.leaves[place]
+        if leaf.grad is not None:
+            self._totals[place], leaf.grad = leaf.grad, None
+        return self._totals.get(place)
+
+    def total(self, place: int) -> Tensor:
+        """Return the sum for one leaf, which may be zero."""
+        found, leaf = self._moved(place), self.leaves[place]
+        return torch.zeros_like(leaf, dtype=sum_dtype(leaf.dtype)) if found is None else found
+
+    def take(self, place: int) -> Tensor:
+        """Return the sum for one leaf, and forget it."""
+        found = self.total(place)
+        self._totals.pop(place, None)
+        return found
+
+    def pop(self, place: int) -> Tensor | None:
+        """Return the sum for one leaf, and forget it; None if it has no gradient."""
+        if self.is_half:
+            self._take_half(place)
+        self._moved(place)
+        return self._totals.pop(place, None)
+
+    def replace(self, place: int, total: Tensor) -> None:
+        """Set the sum for one leaf, in memory of its own."""
+        self._moved(place)
+        self._totals[place] = total
+
+    def are_finite(self) -> bool:
+        totals = map(self._moved, self.wanted)
+        return all(bool(torch.isfinite(total).all()) for total in totals if total is not None)
+
+    def found(self, factor: Tensor | None = None) -> list[Tensor | None]:
+        """Return the sums times a factor, once: their memory goes to the caller."""
+        self.is_used = True
+        totals = {place: total for place in self.wanted if (total := self._moved(place)) is not None}
+        # Reading the factor would make another device wait.
+        if factor is not None and not (factor.is_cpu and factor == 1):
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            for total in totals.values():
+                by_dtype.setdefault(total.dtype, []).append(total)
+            for dtype, same in by_dtype.items():
+                torch._foreach_mul_(same, factor.to(dtype))
+        found: list[Tensor | None] = [None] * len(self.leaves)
+        for place, total in totals.items():
+            found[place] = total.to(self.leaves[place].dtype)
+        self._totals = {}
+        return found
