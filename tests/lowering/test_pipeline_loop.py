@@ -24,6 +24,8 @@ from autopar.sharding.schedules import Route, Schedule, StageMessage, TaskKind, 
 
 # One message: whether it is sent, the other stage, and its tag.
 Action = tuple[bool, int, int]
+# A message with its tag: "send", "post" of its receive, or "wait" for it.
+TaggedAction = tuple[str, int]
 
 SCHEDULES: list[tuple[Schedule, int, int]] = [
     ("gpipe", 1, 0),
@@ -62,7 +64,12 @@ def crossings_of(draw: random.Random, parts: int) -> list[Crossing]:
 
 
 def loop_of(
-    stage: int, stages: int, count: int, schedule: tuple[Schedule, int, int], crossings: Sequence[Crossing]
+    stage: int,
+    stages: int,
+    count: int,
+    schedule: tuple[Schedule, int, int],
+    crossings: Sequence[Crossing],
+    by_tag: bool = False,
 ) -> PipelineLoop:
     name, chunks, more = schedule
     groups: Any = ("values", "gradients")
@@ -74,38 +81,51 @@ def loop_of(
         body: Any = Body(len(sent) + is_last)
         parts[part] = PipelinePart(body, (0,), received, sent, (0,) if is_last else ())
     result = PartResult(LoopResult("sum"), stages * chunks - 1, (), torch.float32, True)
-    at = StageGroup(groups, tuple(range(stages)), stage, name, chunks, more)
+    at = StageGroup(groups, tuple(range(stages)), stage, name, chunks, more, by_tag)
     with mock.patch.object(dist, "get_group_rank", lambda group, rank: rank):
         return PipelineLoop(parts, crossings, count, [result], at, (), (), (), False, LateWeights())
 
 
 class Done:
-    """StageMessage that has arrived."""
+    """StageMessage that has arrived; notes that a stage waits for it."""
 
-    def wait(self) -> None: ...
+    def __init__(self, waits: list[TaggedAction], tag: int | None = None) -> None:
+        self.waits, self.tag = waits, tag
+
+    def wait(self) -> None:
+        if self.tag is not None:
+            self.waits.append(("wait", self.tag))
 
 
-def recorded(loop: PipelineLoop, patch: pytest.MonkeyPatch, run: Callable[[_Run], None]) -> list[Action]:
-    """The messages of the executor of one stage, in the order in which it posts them; those received are ones."""
+def recorded(
+    loop: PipelineLoop, patch: pytest.MonkeyPatch, run: Callable[[_Run], None]
+) -> tuple[list[Action], list[TaggedAction]]:
+    """The messages of the executor of one stage, in the order in which it posts them, and the same with its waits.
+
+    Those received are ones.
+    """
     found: list[Action] = []
+    tagged: list[TaggedAction] = []
 
     def send(x: Tensor, group: Any, to: int, tag: int) -> Done:
         assert group == loop.stages.groups[tag // loop.count % 2], "gradients have a group of their own"
         found.append((True, to, tag))
-        return Done()
+        tagged.append(("send", tag))
+        return Done(tagged)
 
     def receive(x: Tensor, group: Any, source: int, tag: int) -> Done:
         assert group == loop.stages.groups[tag // loop.count % 2], "gradients have a group of their own"
         found.append((False, source, tag))
+        tagged.append(("post", tag))
         x.fill_(1.0)
-        return Done()
+        return Done(tagged, tag)
 
     with patch.context() as during:
         during.setattr(stage_messages, "send", send)
         during.setattr(stage_messages, "receive", receive)
         leaves = leaves_of([torch.ones(2, requires_grad=True)])
         run(_Run(loop, leaves, GradientSums(leaves)))
-    return found
+    return found, tagged
 
 
 def scheduled(run: _Run) -> None:
@@ -142,6 +162,24 @@ def stuck(programs: Sequence[Sequence[Action]]) -> list[int]:
     return [stage for stage in range(len(programs)) if following(stage) is not None]
 
 
+def stuck_with_tags(programs: Sequence[Sequence[TaggedAction]]) -> list[int]:
+    """The stages that wait forever, where a send blocks until its receive is posted, and a wait until it is sent."""
+    place, done = [0] * len(programs), set[TaggedAction]()
+    needed = {"send": "post", "wait": "send"}
+    moves = True
+    while moves:
+        moves = False
+        for stage, program in enumerate(programs):
+            while place[stage] < len(program):
+                kind, tag = program[place[stage]]
+                if kind in needed and (needed[kind], tag) not in done:
+                    break
+                done.add((kind, tag))
+                place[stage] += 1
+                moves = True
+    return [stage for stage, program in enumerate(programs) if place[stage] < len(program)]
+
+
 def drawn(seed: int) -> Iterator[tuple[int, int, tuple[Schedule, int, int], list[Crossing]]]:
     """A program for each schedule."""
     draw = random.Random(seed)
@@ -160,10 +198,42 @@ def test_blocking_sends_never_wait_in_a_circle(
     for seed in seeds:
         for stages, count, schedule, crossings in drawn(seed):
             loops = [loop_of(stage, stages, count, schedule, crossings) for stage in range(stages)]
-            programs = [recorded(loop, monkeypatch, run) for loop in loops]
+            programs = [recorded(loop, monkeypatch, run)[0] for loop in loops]
             assert not stuck(programs), (seed, stages, count, schedule)
             remote = [(one, target) for one in crossings for target in one.targets if (one.source - target) % stages]
             assert sum(map(len, programs)) == 2 * count * sum(1 + one.differentiable for one, _ in remote)
+
+
+@pytest.mark.parametrize("run", [scheduled, forwards_first])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 16), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [1, stage_messages.BYTES_AHEAD])
+def test_receives_ahead_of_the_program_end_too(
+    seeds: range, most: int, run: Callable[[_Run], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where tags match messages: of the next micro-batch, or of all; sends block until their receives are posted."""
+    monkeypatch.setattr(stage_messages, "BYTES_AHEAD", most)
+    for seed in seeds:
+        for stages, count, schedule, crossings in drawn(seed):
+            loops = [loop_of(stage, stages, count, schedule, crossings, by_tag=True) for stage in range(stages)]
+            programs = [recorded(loop, monkeypatch, run)[1] for loop in loops]
+            assert not stuck_with_tags(programs), (seed, stages, count, schedule)
+            if most > 1:
+                continue
+            for stage, loop in enumerate(loops):
+                strict = recorded(loop_of(stage, stages, count, schedule, crossings), monkeypatch, run)[1]
+                ways = len({(one.message.route, one.message.backward) for one in loop.messages.envelopes.values()})
+                assert most_coming(programs[stage]) <= most_coming(strict) + ways
+
+
+def most_coming(program: Sequence[TaggedAction]) -> int:
+    """The most receives that are posted and not waited for."""
+    return max(accumulate({"post": 1, "wait": -1, "send": 0}[kind] for kind, _ in program), default=0)
+
+
+def test_a_send_without_a_receive_is_stuck() -> None:
+    """What the simulation must find: a stage that waits for a value before it posts the receive of its gradient."""
+    assert stuck_with_tags([[("send", 0), ("wait", 1)], [("post", 0), ("wait", 0), ("send", 1)]]) == [0, 1]
+    assert not stuck_with_tags([[("send", 0), ("post", 1), ("wait", 1)], [("post", 0), ("wait", 0), ("send", 1)]])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -96,6 +96,13 @@ class Groups:
         (ranks,) = (line for line in lines if dist.get_rank() in line)
         return self._stages[axis], tuple(ranks)
 
+    def matches_by_tag(self, group: ProcessGroup | None) -> bool:
+        """Return whether messages of a group find each other by tags, whatever the order in which they are posted."""
+        # NCCL runs the messages between two ranks in one order, MPI all of a process.
+        return group is not None and bool(
+            group._get_backend(torch.device(self.device_type)).name() == dist.Backend.GLOO
+        )
+
     def process_group(self, axes: tuple[str, ...]) -> ProcessGroup:
         """Return the process group over some axes, in the order of the mesh; all ranks ask for it together."""
         return group_over(self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes])

@@ -20,6 +20,9 @@ __all__ = ["Crossing", "MessageExchange", "ResultMessage", "StageGroup", "StageM
 
 # Sends of one route and direction that may be under way before the stage waits for the oldest of them.
 MOST_SENDS = 2
+# Bytes of a route and direction that are received ahead of the program, where the order of messages is free: at least
+# the next message, whose transfer then begins as soon as it is sent.
+BYTES_AHEAD = 2**22
 # Results of at most as many bytes travel together.
 MOST_JOINED_BYTES = 4096
 
@@ -36,6 +39,8 @@ class StageGroup:
     schedule: Schedule
     chunks: int
     more: int
+    # True if messages find each other by their tags, so that a stage may post receives before its program says so.
+    by_tag: bool = False
 
     def stage_of(self, part: int) -> int:
         return part % len(self.ranks)
@@ -117,6 +122,24 @@ class StageMessages:
         # Places of the stages in their groups.
         self.places = [dist.get_group_rank(stages.groups[0], rank) for rank in stages.ranks]
         self.envelopes = {message: self._envelope(message) for message in messages}
+        # Receives to post where the program has one.
+        self.posted = self._posted()
+
+    def _posted(self) -> dict[StageMessage, list[StageMessage]]:
+        by_way: dict[tuple[int, bool], list[StageMessage]] = {}
+        for message, one in self.envelopes.items():
+            if not one.is_sent:
+                by_way.setdefault((message.route, message.backward), []).append(message)
+        found: dict[StageMessage, list[StageMessage]] = {}
+        for messages in by_way.values():
+            ahead = 0
+            if self.stages.by_tag:
+                one = self.envelopes[messages[0]]
+                ahead = max(1, BYTES_AHEAD // max(1, prod(one.shape) * one.dtype.itemsize))
+            # The first posts those ahead of it, the others one each.
+            for place, message in enumerate(messages):
+                found[message] = messages[place + ahead : place + ahead + 1] if place else messages[: 1 + ahead]
+        return found
 
     def _envelope(self, message: StageMessage) -> _Envelope:
         stages = self.stages
@@ -161,14 +184,11 @@ class MessageExchange:
         self.made[StageMessage(route, micro_batch, backward)] = x
 
     def exchange(self, message: StageMessage) -> None:
-        """Send a message that this stage has made, or post its receive."""
+        """Send a message that this stage has made, or post its receive and those ahead of it."""
         one = self.messages.envelopes[message]
         if not one.is_sent:
-            x = self.like.new_empty(one.shape, dtype=one.dtype)
-            try:
-                self.coming[message] = receive(x, one.group, one.place, one.tag), x
-            except RuntimeError as error:
-                raise one.failure(self.messages.stages.stage, error) from error
+            for other in self.messages.posted[message]:
+                self._post(other)
             return
         x = self.made.pop(message).contiguous()
         try:
@@ -182,6 +202,15 @@ class MessageExchange:
         under_way.append(sent)
         if len(under_way) > MOST_SENDS:
             self._end(under_way.popleft())
+
+    def _post(self, message: StageMessage) -> None:
+        """Begin to receive a message."""
+        one = self.messages.envelopes[message]
+        x = self.like.new_empty(one.shape, dtype=one.dtype)
+        try:
+            self.coming[message] = receive(x, one.group, one.place, one.tag), x
+        except RuntimeError as error:
+            raise one.failure(self.messages.stages.stage, error) from error
 
     def received(self, route: int, micro_batch: int, backward: bool) -> Tensor:
         """Return a value for a part, or its gradient."""

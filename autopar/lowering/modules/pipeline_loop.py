@@ -1,9 +1,9 @@
 """Run the micro-batches through the stages of a pipeline: the parts of this stage, in the order of the schedule.
 
 A part sends each value that another stage reads, and receives its gradient. Messages stand in the program of the stage
-in an order that all stages share; a receive is posted there, and waited for where its value is read. As in the loop
-without stages, the backward of a micro-batch runs within the forward of the module where the results that need a
-gradient are scalar sums.
+in an order that all stages share; a receive is posted there, or ahead of it where messages have tags, and waited for
+where its value is read. As in the loop without stages, the backward of a micro-batch runs within the forward of the
+module where the results that need a gradient are scalar sums.
 `orders` gives the tasks of each stage, the same ones that the cost model prices. A stage gathers its parameters and
 reduces their gradients beside the tasks (`loop_buckets`). It sends a tied parameter to others before the first
 micro-batch, and adds up their gradients after the last one.

@@ -68,7 +68,8 @@ class StageCut:
         if one is None:
             return None
         found, ranks = groups.stages(one.axis)
-        stages = StageGroup(found, ranks, groups.coordinate[one.axis], one.schedule, one.chunks, one.more)
+        by_tag = groups.matches_by_tag(found[0])
+        stages = StageGroup(found, ranks, groups.coordinate[one.axis], one.schedule, one.chunks, one.more, by_tag)
         return cls(assignment, stages, graph, by_node)
 
     @property
