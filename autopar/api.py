@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from autopar.plans.header import read_header
 from autopar.plans.open_mesh import close_mesh, meshes_of, named_mesh, search_mesh
 from autopar.plans.plan import Plan
 from autopar.plans.planners import LayoutPlanner, PlanFilePlanner, SearchPlanner, has_holes
+from autopar.plans.unequal import with_replica_speeds
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.module import ParallelModule, Planner
+from autopar.runtime.sync.replica_batch import ReplicaShares
 from autopar.runtime.sync.replica_group import ReplicaSetting, replica_devices
 from autopar.runtime.sync.torchft_mean import has_lighthouse, is_in_use, replica_group_of
 from autopar.sharding.layout.language import Layout, choose_layout, parse_layout
@@ -162,7 +165,11 @@ def parallelize(
         if len(found) > 1:
             named_axes, searched = search_mesh(model, found, inputs, layout, dims, request, device)
     planner, devices, replica = _places(
-        mesh, named_axes, device, lambda place: _planner(layout, named_axes, dims, request, place, searched)
+        mesh,
+        named_axes,
+        device,
+        lambda place: _planner(layout, named_axes, dims, request, place, searched),
+        None if cluster is None else partial(with_replica_speeds, request.cluster_value()),
     )
     if isinstance(planner, PlanFilePlanner) and said is None:
         options = replace(options, precision=planner.precision)
@@ -174,20 +181,21 @@ def _places(
     axes: Mesh,
     device: str,
     decide: Callable[[str], tuple[Planner, Drift | None, str]],
+    shares: ReplicaShares | None,
 ) -> tuple[Planner, DeviceMesh, ReplicaSetting | None]:
     """Return who decides, the device mesh of this rank's replica, and the replicas."""
     if has_lighthouse():
         planner, drift, dim = decide(device)
         if drift is not None and is_in_use(drift):  # the other replicas are launches of their own
             own = device_mesh(drift.replica_mesh, device)
-            return planner, own, ReplicaSetting(drift, replica_group_of(own, drift), own, dim)
+            return planner, own, ReplicaSetting(drift, replica_group_of(own, drift), own, dim, shares)
     devices = device_mesh(axes, device) if isinstance(mesh, str | Mesh) else mesh
     # A layout file that one rank alone cannot read stops all of them.
     planner, drift, dim = Agreement(devices).together(lambda: decide(devices.device_type))
     if drift is None:
         return planner, devices, None
     own, group = replica_devices(devices, drift)
-    return planner, own, ReplicaSetting(drift, group, devices, dim)
+    return planner, own, ReplicaSetting(drift, group, devices, dim, shares)
 
 
 def _planner(

@@ -28,7 +28,7 @@ from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.pipeline import PartTimes, PricedStage, pipelined
 from autopar.cost.profile import Profile, Task, profile, profile_parts
-from autopar.cost.unequal_devices import RankKind, devices_of, rank_kinds
+from autopar.cost.unequal_devices import RankKind, devices_of, rank_kinds, replica_clusters
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
@@ -178,10 +178,10 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
             f"the plan is for another graph than this one ({plan.graph}, not {graph.fingerprint})\n"
             "fix: trace the model with the inputs that the plan was made for, or plan again"
         )
-    costs = _of_replica(lower_step(graph, plan), cluster)
+    costs, behind = _of_replicas(lower_step(graph, plan), cluster)
     step = costs.step_seconds
     if plan.drift is not None:
-        meetings = meeting_costs(graph, plan, plan.drift, cluster, step)
+        meetings = meeting_costs(graph, plan, plan.drift, cluster, step, behind)
         total, late = step + meetings.seconds, meetings.late_seconds
         kept = costs.memory.with_meetings(meetings.memory_bytes, meetings.temporary_bytes)
         costs = replace(costs, memory=kept, meetings=meetings)
@@ -191,6 +191,23 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
     else:
         return costs
     return replace(costs, step_seconds=total, late_seconds=late, mfu=costs.mfu * step / total if total else 0.0)
+
+
+def _of_replicas(lowered: LoweredStep, cluster: Cluster) -> tuple[Costs, float]:
+    """Return the costs of the replica with most rows, and how much longer than this one the slowest replica takes.
+
+    The graph is that of the replica with most rows; the times and saved tensors of the others are in proportion.
+    """
+    drift = lowered.plan.drift
+    if drift is None:
+        return _of_replica(lowered, cluster), 0.0
+    every = [(rows, _of_replica(lowered, one)) for one, rows in replica_clusters(cluster, drift)]
+    own = max((costs for rows, costs in every if rows == 1.0), key=lambda costs: costs.step_seconds)
+    slowest = max(rows * costs.step_seconds for rows, costs in every)
+    scaled = [replace(costs, memory=costs.memory.with_rows(rows)) for rows, costs in every]
+    fullest = max(scaled, key=lambda costs: costs.limited_bytes)
+    own = replace(own, memory=fullest.memory, memory_fraction=fullest.memory_fraction)
+    return own, max(0.0, slowest - own.step_seconds)
 
 
 def _of_replica(lowered: LoweredStep, cluster: Cluster) -> Costs:

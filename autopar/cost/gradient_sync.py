@@ -64,14 +64,18 @@ class MeetingCosts:
 
 
 def meeting_costs(
-    graph: NamedGraph, plan: StepPlan, drift: Drift, cluster: Cluster, replica_seconds: float
+    graph: NamedGraph, plan: StepPlan, drift: Drift, cluster: Cluster, replica_seconds: float, behind_seconds: float
 ) -> MeetingCosts:
-    """Return the costs of the meetings of replicas whose own step takes so long."""
+    """Return the costs of the meetings of replicas whose own step takes so long.
+
+    `behind_seconds` is by how much longer the slowest replica takes; in the long run all wait for it, or nobody does.
+    """
     statement, size = drift.statement, _parameter_bytes(graph, plan)
     mesh, links = drift.mesh.whole, drift.mesh.links
     network = Network(with_slowest_links(cluster, mesh, links), mesh, links)
     sent, seconds = _sent(statement, network, drift, size, replica_seconds)
     late = 0.0 if cluster.jitter is None else late_seconds(cluster.jitter, plan.mesh.size, drift, replica_seconds)
+    late += 0.0 if statement.stale is None else behind_seconds
     return MeetingCosts(sent, seconds, late, *_memory(statement, drift.replicas, size))
 
 

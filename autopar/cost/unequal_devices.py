@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.cost.collective_algorithms import TopologyLevel
-from autopar.cost.hardware.cluster import Cluster, Device
+from autopar.cost.hardware.cluster import Cluster, ClusterPart, Device
 from autopar.cost.hardware.part_links import slowest_level
 from autopar.cost.network import Network
 from autopar.cost.profile import TaskBuilder
@@ -20,10 +20,20 @@ from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.choices import Choice, can_split, shardings_of
+from autopar.sharding.replicas import Drift
 from autopar.sharding.sharding import coordinates
 from autopar.sharding.shares import Speeds, marked
 
-__all__ = ["RankKind", "device_speeds", "devices_of", "priced_kind", "rank_kinds", "speeds_along", "with_slowest_links"]
+__all__ = [
+    "RankKind",
+    "device_speeds",
+    "devices_of",
+    "priced_kind",
+    "rank_kinds",
+    "replica_speeds",
+    "speeds_along",
+    "with_slowest_links",
+]
 
 # Least part of the time of an even share that shrinks with the samples: small ops take as long for fewer of them.
 LEAST_SHRINKING = 0.05
@@ -80,6 +90,34 @@ def _units(network: Network, place: int) -> Iterator[int]:
         for axis, counts in placed.items():
             index = index * counts[place] + at[axis] // prod(counts[:place]) % counts[place]
         yield index
+
+
+def replica_clusters(cluster: Cluster, drift: Drift) -> tuple[tuple[Cluster, float], ...]:
+    """Return the clusters as replicas see them, their own devices first, with their rows as a share of the most.
+
+    Replicas of equal devices and rows are listed once.
+    """
+    by = drift.statement.by
+    weights = by if isinstance(by, tuple) else (1,) * drift.replicas
+    if not cluster.part:
+        return tuple((cluster, weight / max(weights)) for weight in dict.fromkeys(weights))
+    every = [part for part, _ in devices_of(cluster, drift.mesh.whole, drift.mesh.links)]
+    ranks, own = drift.mesh.size // drift.replicas, drift.replica_mesh
+    place = [level.name for level in cluster.level].index(cluster.part[0].level)
+    units = list(_units(Network(cluster, own.whole, own.links), place))
+    found: dict[tuple[tuple[str, ...], int], None] = {}
+    for i, weight in enumerate(weights):
+        by_unit = dict(zip(units, every[i * ranks : (i + 1) * ranks], strict=True))
+        found[tuple(by_unit.get(unit, "") for unit in range(max(units) + 1)), weight] = None
+    return tuple((_with_parts(cluster, parts), weight / max(weights)) for parts, weight in found)
+
+
+def _with_parts(cluster: Cluster, parts: Sequence[str]) -> Cluster:
+    """Return the cluster with these parts as its first units; the empty name stands for its own devices."""
+    level = cluster.part[0].level
+    known = {one.name: replace(one, units=1) for one in cluster.part}
+    plain = ClusterPart("", level, 1, cluster.device)
+    return replace(cluster, part=tuple(known.get(name, plain) for name in parts))
 
 
 def rank_kinds(
@@ -160,24 +198,48 @@ def speeds_along(
     every = devices_of(cluster, axes, links)
     if len({part for part, _ in every}) == 1:
         return {}
-    devices, ranks = dict(every), prod(axes[axis] for axis in over)
-    whole, half = (device_speeds(graph, dim, devices, ranks * times, cluster) for times in (1, 2))
-    # Seconds of an even share, and those of them that shrink with the samples.
-    seconds = {part: 1 / speed for part, speed in whole.items()}
-    shrinking = {part: max(LEAST_SHRINKING * one, 2 * (one - 1 / half[part])) for part, one in seconds.items()}
-    found: dict[str, tuple[float, ...]] = {}
-    for axis in over:
-        slowest = [""] * axes[axis]
-        for at, (part, _) in zip(coordinates(axes), every, strict=True):
-            place = at[axis]
-            slowest[place] = part if not slowest[place] else max(slowest[place], part, key=seconds.__getitem__)
-        if len(set(slowest)) > 1:
-            constant = [(seconds[part] - shrinking[part]) / shrinking[part] for part in slowest]
-            end = (len(slowest) + sum(constant)) / sum(1 / shrinking[part] for part in slowest)
-            shares = [end / shrinking[part] - one for part, one in zip(slowest, constant, strict=True)]
-            # A device whose constant part takes longer than the others for everything still has a sample.
-            found[axis] = tuple(max(share, 1e-6) for share in shares)
-    return found
+    times = _ShareTimes.of(graph, dim, dict(every), prod(axes[axis] for axis in over), cluster)
+    places, parts = list(coordinates(axes)), [part for part, _ in every]
+    found = {axis: times.balanced([at[axis] for at in places], parts) for axis in over}
+    return {axis: speeds for axis, speeds in found.items() if len(set(speeds)) > 1}
+
+
+def replica_speeds(graph: NamedGraph, dim: str, drift: Drift, cluster: Cluster) -> tuple[float, ...]:
+    """Return the speeds of the replicas of a mesh, by the slowest rank of each, as `speeds_along` does for places."""
+    every = devices_of(cluster, drift.mesh.whole, drift.mesh.links)
+    if len({part for part, _ in every}) == 1:
+        return (1.0,) * drift.replicas
+    times = _ShareTimes.of(graph, dim, dict(every), drift.mesh.size, cluster)
+    ranks = drift.mesh.size // drift.replicas
+    return times.balanced([rank // ranks for rank in range(len(every))], [part for part, _ in every])
+
+
+@dataclass(frozen=True)
+class _ShareTimes:
+    """Seconds that each part takes for an even share of the samples, and those of them that shrink with the samples."""
+
+    seconds: Mapping[str, float]
+    shrinking: Mapping[str, float]
+
+    @staticmethod
+    def of(graph: NamedGraph, dim: str, devices: Mapping[str, Device], ranks: int, cluster: Cluster) -> _ShareTimes:
+        whole, half = (device_speeds(graph, dim, devices, ranks * times, cluster) for times in (1, 2))
+        seconds = {part: 1 / speed for part, speed in whole.items()}
+        shrinking = {part: max(LEAST_SHRINKING * one, 2 * (one - 1 / half[part])) for part, one in seconds.items()}
+        return _ShareTimes(seconds, shrinking)
+
+    def balanced(self, places: Sequence[int], parts: Sequence[str]) -> tuple[float, ...]:
+        """Return the shares at which all places end at once, given place and part of each rank."""
+        slowest = [""] * (max(places) + 1)
+        for place, part in zip(places, parts, strict=True):
+            slowest[place] = part if not slowest[place] else max(slowest[place], part, key=self.seconds.__getitem__)
+        if len(set(slowest)) == 1:
+            return (1.0,) * len(slowest)
+        constant = [(self.seconds[part] - self.shrinking[part]) / self.shrinking[part] for part in slowest]
+        end = (len(slowest) + sum(constant)) / sum(1 / self.shrinking[part] for part in slowest)
+        shares = [end / self.shrinking[part] - one for part, one in zip(slowest, constant, strict=True)]
+        # A device whose constant part takes longer than the others for everything still has a sample.
+        return tuple(max(share, 1e-6) for share in shares)
 
 
 def device_speeds(

@@ -263,8 +263,9 @@ def _of_replicas(
 
     Meetings keep anchors, whose size follows from the plan: one that then does not fit is searched again with less.
     """
-    graph, inner, own, drift = replicas_of(graph, layout, mesh)
-    limit = request.limit_bytes(request.cluster_value(), inner)
+    cluster = request.cluster_value()
+    graph, inner, own, drift = replicas_of(graph, layout, mesh, cluster)
+    limit = request.limit_bytes(cluster, inner)
     found = with_meetings(_in_micro_batches(graph, own, inner, request, progress, seconds, math.inf), drift)
     if found.fits:
         return found
@@ -418,7 +419,7 @@ def plan_under_layout(
 ) -> Plan:
     """Return the plan of a layout, completed by propagation and not by search."""
     cluster = request.cluster_value()
-    graph, said, mesh, drift = replicas_of(graph, choose_layout(layout, mesh.whole), mesh)
+    graph, said, mesh, drift = replicas_of(graph, choose_layout(layout, mesh.whole), mesh, cluster)
     said = with_speeds(graph, said, mesh.whole, cluster, mesh.links)
     limit = request.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)

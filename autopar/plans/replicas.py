@@ -7,38 +7,45 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from autopar.cost.hardware.cluster import Cluster
 from autopar.ir.call_arguments import plain_call, signature_of
 from autopar.ir.exported import entered
 from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import unflatten
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
+from autopar.plans.unequal import with_replica_speeds
 from autopar.sharding.layout.language import Layout, choose_layout
 from autopar.sharding.replicas import Drift, batch_dim_of, batch_places, check_batch, split_replicas
 from autopar.tracing.trace import trace
 
 __all__ = ["replica_graph", "replicas_of", "with_meetings"]
 
+# By rows of a replica and their dim.
 _GRAPHS: WeakKeyDictionary[NamedGraph, dict[tuple[int, str], NamedGraph]] = WeakKeyDictionary()
 
 
-def replicas_of(graph: NamedGraph, layout: Layout, mesh: Mesh) -> tuple[NamedGraph, Layout, Mesh, Drift | None]:
-    """Return graph, layout and mesh of one replica, and the replicas; all unchanged where nothing drifts."""
+def replicas_of(
+    graph: NamedGraph, layout: Layout, mesh: Mesh, cluster: Cluster
+) -> tuple[NamedGraph, Layout, Mesh, Drift | None]:
+    """Return graph, layout and mesh of the replica with most rows, and the replicas; all unchanged without them."""
     inner, drift = split_replicas(choose_layout(layout, mesh.whole), mesh)
     if drift is None:
         return graph, inner, mesh, None
-    return replica_graph(graph, drift, batch_dim_of(inner)), inner, drift.replica_mesh, drift
+    dim = batch_dim_of(inner)
+    drift = with_replica_speeds(cluster, graph, drift, dim)
+    return replica_graph(graph, drift, dim), inner, drift.replica_mesh, drift
 
 
 def replica_graph(graph: NamedGraph, drift: Drift, dim: str) -> NamedGraph:
-    """Trace the model of a graph again, with the rows of one replica."""
+    """Trace the model of a graph again, with the rows of the replica that has most."""
     places = batch_places(graph, drift, dim)
     check_batch(drift, graph.dims[dim].size, dim)
     known = _GRAPHS.setdefault(graph, {})
-    key = drift.replicas, dim
-    if key not in known:
-        known[key] = _traced(graph, places, max(drift.rows(graph.dims[dim].size)))
-    return known[key]
+    rows = max(drift.rows(graph.dims[dim].size))
+    if (rows, dim) not in known:
+        known[rows, dim] = _traced(graph, places, rows)
+    return known[rows, dim]
 
 
 def _traced(graph: NamedGraph, places: dict[str, tuple[int, int]], rows: int) -> NamedGraph:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.unequal_devices import speeds_along
+from autopar.cost.unequal_devices import replica_speeds, speeds_along
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Shares, SubMesh
@@ -16,12 +16,13 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import SplitTerm, rules_of
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.pipelining import without_stages
+from autopar.sharding.replicas import Drift
 from autopar.sharding.shares import InfeasibleShares, asks_for_speed, by_numbers, marked, share_terms, shares_along
 from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.solve import SolvedPlan, solve_plan
 
-__all__ = ["solve_with_shares", "with_speeds"]
+__all__ = ["solve_with_shares", "with_replica_speeds", "with_speeds"]
 
 # Share of the time that the search of even shares has, however long the first one took.
 LEAST_SHARE = 0.1
@@ -37,6 +38,13 @@ def with_speeds(graph: NamedGraph, layout: Layout, axes: SubMesh, cluster: Clust
             speeds |= speeds_along(graph, rule.dims[0], term.axes, axes, cluster, links)
     micro = layout.micro_batches
     return by_numbers(graph, layout, axes, speeds, 1 if micro is None else micro.count)
+
+
+def with_replica_speeds(cluster: Cluster, graph: NamedGraph, drift: Drift, dim: str) -> Drift:
+    """Return the replicas with numbers for `by speed`: the speeds of the cluster on the graph of the whole batch."""
+    if drift.statement.by != "speed" or dim not in graph.dims:
+        return drift
+    return drift.with_speeds(graph.dims[dim].size, replica_speeds(graph, dim, drift, cluster))
 
 
 def solve_with_shares(

@@ -29,7 +29,6 @@ from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCa
 from autopar.runtime.first_rank import FirstRank
 from autopar.runtime.random_keys import RandomKeys, kept_generators
 from autopar.runtime.shards import LocalShard, ShardOwner, held_by
-from autopar.runtime.sync.replica_batch import ReplicaBatch
 from autopar.runtime.sync.replica_group import ReplicaSetting
 from autopar.runtime.torch_wrappers import check_not_captured
 from autopar.runtime.weights import Weights
@@ -85,7 +84,7 @@ class CallCache:
         # All ranks of all replicas: they compare what they start with, and nothing later.
         self.everyone = self.agreement if replica is None else Agreement(replica.devices)
         self.replica = replica
-        self.batch = None if replica is None else ReplicaBatch(replica.drift, replica.group.index, replica.dim)
+        self.batch = None if replica is None else replica.batch()
         axes = SubMesh(dict(zip(self.groups.names, mesh.shape, strict=True)))
         self.rank = ShardOwner(mesh, axes, self.groups.coordinate)
         self.device = torch.device(mesh.device_type)
@@ -305,7 +304,11 @@ class CallCache:
         agreement.same(graph_facts(graph), SAME_GRAPH)
         # A search with a time limit may end with different plans, so one rank searches, also for other replicas.
         first = agreement if self.weights.shells else self.everyone
-        found = first.decided_by_first(lambda: self.planner.decide(graph))
+        decided, found = first.decided_by_first(lambda: (graph.fingerprint, self.planner.decide(graph)))
+        if first is not agreement and not isinstance(found, str):
+            # A replica with other rows completes the layout for them.
+            is_other = decided != graph.fingerprint
+            found = first.together(lambda: self.planner.decide(graph) if is_other else found)
         assignment = agreement.together(lambda: self.planner.read(graph, found)) if isinstance(found, str) else found
         held = agreement.together(lambda: self._held(graph, assignment, given))
         self._check_values(given, held)

@@ -5,7 +5,9 @@ A replica is a whole plan on the mesh without these axes. Only the batch is cut 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import gcd
 
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
@@ -14,8 +16,14 @@ from autopar.sharding.layout.drift import DriftStatement
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 from autopar.sharding.layout.syntax import CutStatement, Let, MeshStatement, PipelineStatement, Statement, named_axes
+from autopar.sharding.shares import greedy
 
 __all__ = ["Drift", "batch_dim_of", "batch_places", "check_batch", "split_replicas"]
+
+
+# Rows of each rank, on average, from which on rows are shared out by as many as there are ranks.
+MANY_UNITS = 8
+WHOLE_NUMBERS = "give cluster= with its parts, or write numbers, as in 'drift pod -> mean every 0, by 12:4'"
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,8 @@ class Drift:
     statement: DriftStatement
     # All axes: those of the replicas first, then those of one replica.
     mesh: Mesh
+    # Micro-batches of a call that the layout states.
+    micro_batches: int = field(default=1, compare=False)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -46,8 +56,22 @@ class Drift:
         return next(name for name in ("replica", "replica_rank") if name not in self.axes)
 
     def rows(self, batch: int) -> tuple[int, ...]:
-        """Return the rows of the batch for each replica."""
-        return (batch // self.replicas,) * self.replicas
+        """Return the rows of the batch for each replica, in whole rows."""
+        by = self.statement.by
+        assert by != "speed", "the cluster has given numbers"
+        return greedy(batch, (1,) * self.replicas if by is None else by)
+
+    def with_speeds(self, batch: int, speeds: Sequence[float]) -> Drift:
+        """Return the replicas with numbers for `by speed`: rows such that all end a step at about the same time.
+
+        Each rank of a replica has whole rows of each micro-batch, where there are enough of them.
+        """
+        unit = self.micro_batches * (self.mesh.size // self.replicas)
+        if batch % unit or batch < MANY_UNITS * unit * self.replicas:
+            unit = 1
+        rows = greedy(batch // unit, speeds)
+        by = tuple(one // gcd(*rows) for one in rows)
+        return replace(self, statement=replace(self.statement, by=by if len(set(by)) > 1 else None))
 
 
 def split_replicas(layout: Layout, mesh: Mesh) -> tuple[Layout, Drift | None]:
@@ -56,10 +80,16 @@ def split_replicas(layout: Layout, mesh: Mesh) -> tuple[Layout, Drift | None]:
     if statement is None:
         return layout, None
     _check_axes(layout, statement, mesh)
-    drift = Drift(statement, mesh)
+    micro = layout.micro_batches
+    drift = Drift(statement, mesh, 1 if micro is None else micro.count)
     if statement.servers > drift.replicas:
         message = f"server({statement.servers}) needs a replica for each server, and there are {drift.replicas}"
         raise layout_error("E4", message, f"write 'server({drift.replicas})' or less", statement.span)
+    by = statement.by
+    if isinstance(by, tuple) and len(by) != drift.replicas:
+        names = "*".join(statement.axes)
+        message = f"'by {':'.join(map(str, by))}' has {len(by)} shares, and there are {drift.replicas} replicas"
+        raise layout_error("E4", message, f"give a number for each replica along {names}", statement.span)
     ranks = drift.replica_mesh.size
     if statement.stale != 0 and ranks > 1:
         raise layout_error(
@@ -106,12 +136,21 @@ def batch_places(graph: NamedGraph, drift: Drift, dim: str) -> dict[str, tuple[i
 
 def check_batch(drift: Drift, batch: int, dim: str = "batch") -> None:
     """Raise unless the replicas can share a batch."""
-    if batch % drift.replicas:
-        names = "*".join(drift.axes)
+    names, by = "*".join(drift.axes), drift.statement.by
+    if by == "speed":
+        raise layout_error(
+            "E5", f"the speeds of the replicas along {names} are unknown", WHOLE_NUMBERS, drift.statement.span
+        )
+    if by is not None and not all(drift.rows(batch)):
+        shares = ":".join(map(str, drift.rows(batch)))
+        message = f"{dim}={batch} in shares {shares} leaves a replica along {names} without a row"
+        raise layout_error("E4", message, "give a larger batch, or other shares", drift.statement.span)
+    if by is None and batch % drift.replicas:
         raise layout_error(
             "E4",
             f"{dim}={batch} does not divide over the {drift.replicas} replicas along {names}",
-            f"give a batch that is a multiple of {drift.replicas}, or each rank its own rows with local_inputs=True",
+            f"give a batch that is a multiple of {drift.replicas}, or a share for each, as in 'by 12:4'; or each rank "
+            "its own rows with local_inputs=True",
             drift.statement.span,
         )
 
@@ -150,7 +189,7 @@ def _names_drift(axis: str, span: SourceSpan | None) -> LayoutError:
     return layout_error(
         "E3",
         f"axis '{axis}' drifts: replicas differ along it, so no tensor can be split or summed over it",
-        f"leave '{axis}' out, or delete the 'drift' line",
+        f"leave '{axis}' out, or delete the 'drift' line; shares of the batch stand in that line, as in 'by 12:4'",
         None if span is None else span.at(axis),
     )
 

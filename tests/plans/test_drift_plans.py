@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar.cli import main
-from autopar.cost.hardware.cluster import Cluster, Jitter, load_cluster
+from autopar.cost.hardware.cluster import Cluster, Device, Jitter, load_cluster
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh, SubMesh
@@ -165,6 +165,39 @@ def test_anchors_take_memory(graph: NamedGraph) -> None:
     plain = plan_of(graph, "ddp", "dp=2").memory_bytes
     assert plan_of(graph, "drift pod -> mean, outer nesterov(0.7, 0.9); ddp").memory_bytes >= 2 * size
     assert plain > 0
+
+
+@pytest.mark.slow
+def test_replicas_on_unequal_devices() -> None:
+    """All wait for the slowest replica; shares by speed let them end together."""
+    model, inputs = gpt(layers=1, d_model=1024, heads=16, vocab=1024, seq=512, batch=256, device="meta")
+    large, mixed = autopar.trace(model, inputs), load_cluster("h100-a100")
+    request = PlanRequest(mixed, "100TiB")
+    even, shared, little = (
+        plan_under_layout(large, Mesh("pod=2,dp=4"), f"drift pod -> mean every 16{by}; ddp", request)
+        for by in ("", ", by speed", ", by 5:3")
+    )
+    fast, slow = (autopar.evaluate(even.graph, even.decided, mixed.with_device(one)) for one in devices(mixed))
+    assert even.step_seconds == slow.step_seconds > 1.5 * fast.step_seconds
+    assert little.costs.meetings is not None
+    # 5/8 of the batch on the fast replica take less time than 3/8 on the slow one.
+    assert little.costs.meetings.late_seconds == pytest.approx(
+        3 / 4 * slow.step_seconds - 5 / 4 * fast.step_seconds, rel=0.1
+    )
+    assert isinstance(shared.decided.drift.statement.by, tuple)
+    assert shared.graph.dims["batch"].size > 160
+    assert Plan.read(shared.text, shared.graph).text == shared.text
+    ideal = (1 + slow.compute.seconds / fast.compute.seconds) / 2
+    assert even.step_seconds / shared.step_seconds == pytest.approx(ideal, rel=0.05)
+    assert ideal > 1.5
+    # Nobody waits for pushes that nobody waits for.
+    alone = plan_under_layout(large, Mesh("pod=8"), "drift pod -> exponential, stale any; ddp", request).costs.meetings
+    assert alone is not None
+    assert alone.late_seconds == 0
+
+
+def devices(cluster: Cluster) -> tuple[Device, Device]:
+    return cluster.part[0].device, cluster.device
 
 
 def test_jitter_of_a_cluster(graph: NamedGraph) -> None:

@@ -182,16 +182,22 @@ def test_outer_optimizers() -> None:
 # -- unequal shares ----------------------------------------------------------------------------------------------------
 
 
-def in_shares(line: str, optimizer: Callable[..., Any], clip: bool) -> tuple[float, list[float]]:
-    """Train replicas with 12 and 4 rows, and one process with all rows; return how far their weights are."""
-    rows, start = ((12, 0), (4, 12))[torch.distributed.get_rank()]
-    inputs = {name: value[start : start + rows] for name, value in batches(1, 16)[0].items()}
-    module = autopar.parallelize(Regression().double(), "pod=2", inputs, layout=f"{line}; ddp", local_inputs=True)
+def in_shares(
+    line: str, optimizer: Callable[..., Any], clip: bool, mesh: str = "pod=2", is_local: bool = True
+) -> tuple[float, list[float]]:
+    """Train replicas with 12 and 4 rows, and one process with all rows; return how far their weights are.
+
+    The rows are given by each rank, or cut from the whole batch as the line says.
+    """
+    rows, start = ((12, 0), (4, 12))[torch.distributed.get_rank() * 2 // autopar.Mesh(mesh).size]
+    part = slice(start, start + rows) if is_local else slice(None)
+    inputs = {name: value[part] for name, value in batches(1, 16)[0].items()}
+    module = autopar.parallelize(Regression().double(), mesh, inputs, layout=f"{line}; ddp", local_inputs=is_local)
     alone = Regression().double()
     own, other = optimizer(module.parameters()), optimizer(alone.parameters())
     for batch in batches(5, 16):
         own.zero_grad(), other.zero_grad()
-        module(**{name: value[start : start + rows] for name, value in batch.items()}).backward()
+        module(**{name: value[part] for name, value in batch.items()}).backward()
         alone(**batch).backward()
         if clip:
             module.replicas.average_gradients()
@@ -211,6 +217,32 @@ def test_unequal_shares_are_one_process(clip: bool) -> None:
     found = launch(in_shares, "drift pod -> mean every 0", adam, clip, ranks=2)
     assert max(worst for worst, _ in found) < 1e-12
     assert [weight for _, weight in found] == [[0.75], [0.25]]
+
+
+@pytest.mark.slow
+def test_shares_of_a_line_cut_the_whole_batch() -> None:
+    """On replicas of two ranks, which split their 12 and 4 rows evenly."""
+    found = launch(in_shares, "drift pod -> mean every 0, by 3:1", adam, False, "pod=2,dp=2", False, ranks=4)
+    assert max(worst for worst, _ in found) < 1e-12
+    assert [weight for _, (weight,) in found] == [0.75, 0.75, 0.25, 0.25]
+
+
+def odd_rows() -> str:
+    """Return the error of replicas of two ranks one of which has rows that they cannot split."""
+    try:
+        (inputs,) = batches(1, 7)
+        autopar.parallelize(Regression().double(), "pod=2,dp=2", inputs, layout="drift pod -> mean, by 4:3; ddp")
+    except autopar.AutoparError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+@pytest.mark.slow
+def test_rows_that_a_replica_cannot_split_are_an_error_everywhere() -> None:
+    first, second, *others = launch(odd_rows, ranks=4)
+    what = "E4: the dim 'batch' of x can take no alternative of its rule: dp = 2 does not divide 3"
+    assert others == [what, what]
+    assert first == second == f"rank 2 stopped, so this rank stops as well: {what}"
 
 
 def sgd(parameters: Any) -> Any:

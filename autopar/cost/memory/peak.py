@@ -46,6 +46,17 @@ class MemoryCosts:
     # Anchors, momenta and buffers of replicas that drift.
     meetings_bytes: float = 0.0
 
+    def with_rows(self, share: float) -> MemoryCosts:
+        """Return the memory of a replica with this share of the rows: values are in proportion, parameters are not."""
+        still = self.parameters_bytes + self.copies_bytes + self.gradients_bytes + self.optimizer_bytes
+        rest = share * max(0.0, self.peak_bytes - still)
+        return replace(
+            self,
+            inputs_bytes=share * self.inputs_bytes,
+            saved_bytes=share * self.saved_bytes,
+            peak_bytes=min(self.peak_bytes, still + rest),
+        )
+
     def with_meetings(self, kept_bytes: float, temporary_bytes: float) -> MemoryCosts:
         """Return the memory with that of meetings, which happen beside the optimizer's states and the gradients."""
         still = self.parameters_bytes + self.copies_bytes + self.gradients_bytes + self.optimizer_bytes

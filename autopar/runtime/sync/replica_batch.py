@@ -12,14 +12,17 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Flattened
 from autopar.sharding.replicas import Drift, batch_places, check_batch
 
-__all__ = ["ReplicaBatch"]
+__all__ = ["ReplicaBatch", "ReplicaShares"]
+
+# Gives numbers for `by speed`, from the graph of the whole batch.
+ReplicaShares = Callable[[NamedGraph, Drift, str], Drift]
 
 
 class ReplicaBatch:
     """Cut of global inputs into those of one replica; one trace for each shape of them."""
 
-    def __init__(self, drift: Drift, index: int, dim: str) -> None:
-        self.drift, self.index, self.dim = drift, index, dim
+    def __init__(self, drift: Drift, index: int, dim: str, shares: ReplicaShares | None) -> None:
+        self.drift, self.index, self.dim, self.shares = drift, index, dim, shares
         # By call: for each tensor its dim of the batch and the range there, or None.
         self._known: dict[Hashable, tuple[tuple[int, int, int] | None, ...]] = {}
 
@@ -34,14 +37,15 @@ class ReplicaBatch:
     def _ranges(self, flat: Flattened, graph: NamedGraph) -> tuple[tuple[int, int, int] | None, ...]:
         places = batch_places(graph, self.drift, self.dim)
         batch = graph.dims[self.dim].size
-        check_batch(self.drift, batch, self.dim)
+        drift = self.drift if self.shares is None else self.shares(graph, self.drift, self.dim)
+        check_batch(drift, batch, self.dim)
         for mutation in graph.exported.mutations:
             if mutation.kind == "input" and mutation.target in places:
                 raise AutoparError(
                     f"the model changes its input {mutation.target} in place, of which each replica has a part\n"
                     "fix: give each rank its own rows, with local_inputs=True; or change a copy in the model"
                 )
-        rows = self.drift.rows(batch)
+        rows = drift.rows(batch)
         first, count = sum(rows[: self.index]), rows[self.index]
         found = []
         for path in flat.paths:

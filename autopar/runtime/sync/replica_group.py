@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.process_groups import group_over
+from autopar.runtime.sync.replica_batch import ReplicaBatch, ReplicaShares
 from autopar.sharding.layout.source import unknown_name
 from autopar.sharding.replicas import Drift
 
@@ -49,6 +50,12 @@ class ReplicaSetting:
     devices: DeviceMesh
     # Name of the dim that the replicas share.
     dim: str
+    # Numbers for `by speed`; None where the layout has numbers.
+    shares: ReplicaShares | None = None
+
+    def batch(self) -> ReplicaBatch:
+        """Return the cut of global inputs into those of this replica."""
+        return ReplicaBatch(self.drift, self.group.index, self.dim, self.shares)
 
     def rows(self, graph: NamedGraph) -> int:
         """Return the rows of the batch in a call of one replica."""

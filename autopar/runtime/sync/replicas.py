@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,8 @@ MEETINGS: Mapping[str, Callable[[DriftStatement, ShardVector, ReplicaGroup], Mee
     "exponential": NeighbourMeeting,
     "server": ServerMeeting,
 }
+# Numbers that are compared before the first step.
+SAME_START = ("number of steps", "number of parameters", "split of parameters", "weights")
 
 
 class Replicas:
@@ -184,10 +187,12 @@ class Replicas:
         if self.group.group is None:
             return  # a replica that comes back has another start
         start = 0 if common is None else checksum(common)
-        facts = torch.tensor([self.steps, self.meeting.vector.size, start % 2**62], device=self.meeting.vector.device)
+        vector = self.meeting.vector
+        numbers = [self.steps, vector.size, crc32(vector.shardings.encode()), start % 2**62]
+        facts = torch.tensor(numbers, device=vector.device)
         rows = self.group.gathered(facts)
         for other, row in enumerate(rows):
-            for what, a, b in zip(("number of steps", "number of parameters", "weights"), rows[0], row, strict=True):
+            for what, a, b in zip(SAME_START, rows[0], row, strict=True):
                 if a != b:
                     raise AutoparError(
                         f"replica 0 and replica {other} start with another {what}: expected the same\n"

@@ -37,6 +37,14 @@ class ShardVector:
         self.dtype = torch.float64 if wide else torch.float32
 
     @property
+    def shardings(self) -> str:
+        """Return names, local shapes and placements of all parameters, as text."""
+        shapes = (
+            (name, tuple(_local(one).shape), getattr(one, "placements", ())) for name, one in self.parameters().items()
+        )
+        return repr(list(shapes))
+
+    @property
     def size(self) -> int:
         return self.starts[-1]
 

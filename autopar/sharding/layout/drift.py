@@ -14,7 +14,7 @@ from typing import Literal, TypeVar, get_args
 from autopar.errors import LayoutError
 from autopar.names import MAX_DIGITS
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
-from autopar.sharding.layout.tokens import Token, TokenReader, format_percent, parse_percent
+from autopar.sharding.layout.tokens import Token, TokenReader, format_percent, parse_percent, read_shares
 
 MeetingKind = Literal["mean", "ring", "exponential", "server"]
 MEETINGS: tuple[MeetingKind, ...] = get_args(MeetingKind)
@@ -25,12 +25,14 @@ CODERS: tuple[CoderKind, ...] = get_args(CoderKind)
 
 _Name = TypeVar("_Name", bound=str)
 # Options of a meeting, in the order of the normal form.
-OPTIONS = ("every", "outer", "parts", "late", "stale", "warmup")
+OPTIONS = ("every", "by", "outer", "parts", "late", "stale", "warmup")
 
 FORM = "write it as in 'drift pod -> mean every 500, outer nesterov(0.7, 0.9)', or with ring, exponential or server(2)"
 # A coder needs the difference from a value that all replicas have, which neighbours do not have.
 _ALLOWED: dict[str, tuple[MeetingKind, ...]] = {
     "every": MEETINGS,
+    # Neighbours count alike, however many rows they have.
+    "by": ("mean", "server"),
     "outer": ("mean", "server"),
     "parts": ("mean",),
     "late": ("mean",),
@@ -79,6 +81,8 @@ class DriftStatement:
     servers: int = 0
     # Steps between meetings; 0: gradients meet before each step.
     every: int = 1
+    # Shares of the batch, in these proportions or by the speeds of the devices; None: equal ones.
+    by: tuple[int, ...] | Literal["speed"] | None = None
     outer: OuterOptimizer = OuterOptimizer()
     # Slices of the parameters that meet one after the other.
     parts: int = 1
@@ -103,7 +107,7 @@ def print_drift(drift: DriftStatement) -> str:
     """Return the text of a statement in normal form: options that have their default are left out."""
     meeting = f"server({drift.servers})" if drift.meeting == "server" else drift.meeting
     every = f" every {drift.every}" if drift.every != 1 else ""
-    options = []
+    options = [] if drift.by is None else [f"by {drift.by if drift.by == 'speed' else ':'.join(map(str, drift.by))}"]
     if drift.outer != OuterOptimizer():
         options.append(f"outer {drift.outer}")
     options += [f"{word} {value}" for word in ("parts", "late") if (value := getattr(drift, word)) != _DEFAULT[word]]
@@ -147,8 +151,11 @@ def read_drift(words: TokenReader, keyword: Token, read_axes: Callable[[], tuple
         if place.text in places:
             both = places[place.text].span, place.span
             raise layout_error("E0", f"'{place.text}' stands twice", "keep one of them", *both)
-        words.advance()
         places[place.text] = place
+        if place.text == "by":
+            options["by"] = read_shares(words)
+            continue
+        words.advance()
         options[place.text] = _option(words, place.text)
     coder = None
     if _at_name(words, "as"):

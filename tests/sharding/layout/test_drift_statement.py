@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import LayoutError
 from autopar.mesh import Mesh
-from autopar.sharding.layout.drift import CODERS, FORM, Coder, DriftStatement, OuterOptimizer
+from autopar.sharding.layout.drift import CODERS, FORM, Coder, DriftStatement, OuterOptimizer, print_drift
 from autopar.sharding.layout.language import Layout, axes_of, choose_layout, parse_layout, print_layout
 from autopar.sharding.replicas import Drift, check_batch, split_replicas
 
@@ -37,6 +37,8 @@ from autopar.sharding.replicas import Drift, check_batch, split_replicas
         ("drift pod -> ring every 2", DriftStatement(("pod",), "ring", every=2)),
         ("drift pod -> exponential, stale any", DriftStatement(("pod",), "exponential", stale=None)),
         ("drift pod -> server(2), stale 4", DriftStatement(("pod",), "server", 2, stale=4)),
+        ("drift pod -> mean every 0, by 12:4", DriftStatement(("pod",), "mean", every=0, by=(12, 4))),
+        ("drift pod -> mean by speed, late 0", DriftStatement(("pod",), "mean", by="speed")),
     ],
 )
 def test_statements(text: str, statement: DriftStatement) -> None:
@@ -57,6 +59,7 @@ STATEMENTS = (
         outer=outers,
         parts=st.integers(1, 4),
         late=st.integers(0, 9),
+        by=st.none() | st.just("speed") | st.tuples(st.integers(1, 99), st.integers(1, 99)),
         warmup=st.integers(0, 9),
         coder=coders,
     )
@@ -106,7 +109,7 @@ HOLE = "'drift' has no '?': how replicas meet changes what is learned, so no sea
             "drift pod -> mean evry 3",
             "E1",
             "there is no option of a meeting 'evry'; did you mean 'every'?",
-            "the names are every, late, outer, parts, stale, warmup",
+            "the names are by, every, late, outer, parts, stale, warmup",
         ),
         (
             "drift pod -> mean as int9",
@@ -158,6 +161,18 @@ HOLE = "'drift' has no '?': how replicas meet changes what is learned, so no sea
             "E0",
             "'exponential' waits for its neighbour or for nobody",
             "write 'stale any', or leave it out",
+        ),
+        (
+            "drift pod -> ring, by 12:4",
+            "E0",
+            "'by' has no meaning with 'ring'",
+            "leave it out, or meet by mean or server",
+        ),
+        (
+            "drift pod -> mean, by fast",
+            "E0",
+            "expected 'speed', or whole numbers as in 'by 12:4', found 'fast'",
+            FORM,
         ),
         ("drift pod -> server(0)", "E0", "0 is too small: expected a number of servers, from 1 up", FORM),
         (
@@ -243,6 +258,12 @@ E3 = "drifts: replicas differ along it, so no tensor can be split or summed over
             "dp=2,pod=2",
             "E3: axis 'pod' drifts and must stand first in the mesh, so that a replica has consecutive ranks",
         ),
+        (
+            "drift pod -> mean, by 1:2:3",
+            "pod=2,dp=2",
+            "E4: 'by 1:2:3' has 3 shares, and there are 2 replicas",
+        ),
+        ("drift pod -> mean; batch -> pod by 12:4", "pod=2,dp=2", f"E3: axis 'pod' {E3}"),
         ("drift pod -> server(3)", "pod=2,dp=2", "E4: server(3) needs a replica for each server, and there are 2"),
         (
             "mesh pod=3, dp=2; drift pod -> mean",
@@ -264,3 +285,15 @@ def test_the_batch_must_divide() -> None:
     check_batch(drift, 8)
     with pytest.raises(LayoutError, match="E4: batch=6 does not divide over the 4 replicas along pod"):
         check_batch(drift, 6)
+    shares, speeds = (split(f"drift pod -> mean, by {by}", "pod=2,dp=2")[1] for by in ("3:1", "speed"))
+    assert shares is not None
+    assert speeds is not None
+    check_batch(shares, 7)
+    assert shares.rows(7) == (6, 1)
+    with pytest.raises(LayoutError, match="E4: batch=2 in shares 2:0 leaves a replica along pod without a row"):
+        check_batch(shares, 2)
+    with pytest.raises(LayoutError, match="E5: the speeds of the replicas along pod are unknown"):
+        check_batch(speeds, 8)
+    found = speeds.with_speeds(16, (3.1, 1.0))
+    assert (print_drift(found.statement), found.rows(16)) == ("drift pod -> mean, by 3:1", (12, 4))
+    assert speeds.with_speeds(16, (1.0, 1.0)).statement.by is None
