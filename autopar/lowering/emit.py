@@ -32,12 +32,11 @@ from autopar.lowering.passes.hoist_small_sums import HoistedSums, move_to_ends
 from autopar.lowering.passes.join_small_sums import join_totals
 from autopar.lowering.passes.loop_buckets import put_in_loops
 from autopar.lowering.passes.micro_batches import (
-    POSITIONS,
-    STATISTICS,
     begin_mark,
+    counts_positions,
     end_mark,
     loop_micro_batches,
-    no_micro_batches,
+    needs_all_rows,
 )
 from autopar.lowering.passes.pipeline_parts import OP, VALUE, StageCut
 from autopar.lowering.passes.random_ops import RandomOps
@@ -230,7 +229,7 @@ class _Emitter:
             return routed
         split = None if wired.split is None else self._split(node, op_assignment)
         if split is not None and MICRO in split.axes:
-            raise no_micro_batches(self.micro_batches, f"{node.name} needs its operands of all of them", STATISTICS)
+            raise needs_all_rows(self.micro_batches, node)
         everything = tuple(self._pieces(node, op_assignment.choice))
         pieces = tuple(piece for piece in everything if split is None or piece.factor not in split.factors)
         sizes = dict(node.sizes)
@@ -269,7 +268,7 @@ class _Emitter:
         factors = () if split is None else split.factors
         pieces = tuple(piece for piece in self._pieces(node, choice, last) if piece.factor not in factors)
         if self._localised(whole, pieces).arguments != local.arguments or any(map(node.rule.lowering, in_time)):
-            raise no_micro_batches(self.micro_batches, f"{node.name} counts positions along it", POSITIONS)
+            raise counts_positions(self.micro_batches, node)
 
     def _drawing(self, source: Node, node: NamedNode, choice: Choice, local: LocalCall) -> Node | None:
         """Emit an op that draws random numbers."""

@@ -329,6 +329,8 @@ def _on_mesh(
             warm=warm,
             beat_seconds=beat_seconds,
         )
+    except LayoutError as error:
+        raise _in_a_micro_batch(error, said) from None
     except NoFeasiblePlan as error:
         error = error if given is None else _with_its_line(error, given, limit, cluster)
         is_usual = limit == PlanRequest().limit_bytes(cluster, None)
@@ -377,6 +379,15 @@ def _check_in_time(graph: NamedGraph, micro: MicroBatches | None, schedule: Sche
             micro.span,
         )
     check_in_time(graph, micro, schedule)
+
+
+def _in_a_micro_batch(error: LayoutError, said: Layout | None) -> LayoutError:
+    """Add the number of micro-batches to an error about a dim that axes do not divide: sizes are those of one."""
+    micro = None if said is None else said.micro_batches
+    if micro is None or error.code != "E4":
+        return error
+    what, *rest = str(error).split("\n")
+    return LayoutError("E4", "\n".join((f"{what}, in one of {micro.count} micro-batches", *rest)))
 
 
 def _with_its_line(error: NoFeasiblePlan, given: Layout, limit: int, cluster: Cluster) -> NoFeasiblePlan:

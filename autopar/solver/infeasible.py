@@ -48,7 +48,7 @@ def no_option(
     conflict = "\nthese lines cannot all be had; without any one of them, the others can" if len(lines) > 1 else ""
     return layout_error(
         "E7" if len(lines) > 1 else "E5",
-        f"the op {node.name} ({node.op}) cannot be split as the layout requiress tensors\n"
+        f"the op {node.name} ({node.op}) cannot be split as the layout requires\n"
         f"  rule  {node.rule}\n  line  {node.origin.source}: {node.origin.source_code}{conflict}",
         "split other dims of its tensors, or leave some open with '?'",
         *spans_of(lines),

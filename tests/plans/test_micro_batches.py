@@ -119,8 +119,12 @@ def test_refusals() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     with pytest.raises(autopar.LayoutError, match="E5: micro 2 cannot split the batch"):
         autopar.plan(model, "dp=2", (torch.empty(8, 3, 16, 16),), layout="micro 2", cluster="h100", cache=False)
-    with pytest.raises(autopar.LayoutError, match="micro 3"):
+    with pytest.raises(
+        autopar.LayoutError, match=r"micro 3(.|\n)*fix: write 'micro 2' or 'micro 4', or give a batch of"
+    ):
         planned("micro 3")
+    with pytest.raises(autopar.LayoutError, match="dp = 2 does not divide 1, in one of 4096 micro-batches"):
+        planned("micro 4096; batch -> dp; * -> none")
     with pytest.raises(autopar.LayoutError, match="one 'micro' line"):
         parse_layout("micro 3; micro ?")
     assert str(parse_layout("micro ?{8, 16} of images")) == "micro ?{8, 16} of images\n"

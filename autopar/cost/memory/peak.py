@@ -8,6 +8,7 @@ all steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from operator import itemgetter
 
@@ -222,7 +223,7 @@ def check_memory(layout: Layout, graph: NamedGraph, plan: StepPlan, device_bytes
     statement, most_bytes = limit
     step, pipelining = lower_step(graph, plan), plan.assignment.pipelining
     every = [step] if pipelining is None else [step.at(stage) for stage in range(pipelining.stages)]
-    found = max(map(memory, every), key=lambda one: one.peak_bytes)
+    found, fullest = max(((memory(one), one) for one in every), key=lambda pair: pair[0].peak_bytes)
     if found.peak_bytes > most_bytes:
         parts = {
             "parameters": found.parameters_bytes + found.copies_bytes,
@@ -234,11 +235,21 @@ def check_memory(layout: Layout, graph: NamedGraph, plan: StepPlan, device_bytes
         raise layout_error(
             "E6",
             f"out of memory: expected at most {size_text(most_bytes)} on a device, "
-            f"got {size_text(found.peak_bytes)} in {found.peak_at} ({listed})",
-            "split more, 'recompute full @...' of repeated layers, 'regather @*', fewer examples at a time, "
-            "or a higher limit",
+            f"got {size_text(found.peak_bytes)} in {found.peak_at}{_stage_text(fullest)} ({listed})",
+            "split more, 'recompute full @...' of repeated layers, 'regather @*', fewer examples at a time "
+            "('micro 8'), or a higher limit",
             statement.span,
         )
+
+
+def _stage_text(step: LoweredStep) -> str:
+    """Return the stage, and the micro-batches whose tensors it keeps at once; empty without stages."""
+    pipelining = step.plan.assignment.pipelining
+    if pipelining is None or step.stage is None:
+        return ""
+    change = {None: -1, BackwardHalf.INPUTS: -1, BackwardHalf.WEIGHTS: 0}
+    most = max(accumulate(1 if task.kind is TaskKind.FORWARD else change[task.half] for task in step.tasks[step.stage]))
+    return f" of stage {step.stage}, which has {most / pipelining.chunks:g} micro-batches in flight"
 
 
 def size_text(count: float) -> str:

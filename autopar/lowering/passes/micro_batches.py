@@ -29,6 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import LayoutError
 from autopar.ir.fx_graphs import is_random
+from autopar.ir.values import NamedNode
 from autopar.lowering.modules.micro_loop import (
     LoopResult,
     MicroBatchKey,
@@ -42,7 +43,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.sharding import MICRO, Atoms, State, place_in_time
 
-__all__ = ["MicroBatchEnd", "loop_micro_batches"]
+__all__ = ["MicroBatchEnd", "begin_mark", "counts_positions", "end_mark", "loop_micro_batches", "needs_all_rows"]
 
 
 class MicroBatchEnd(nn.Module):
@@ -64,6 +65,21 @@ def no_micro_batches(count: int, reason: str, fix: str = "") -> LayoutError:
     return LayoutError("E5", f"E5: micro {count} cannot split the batch: {reason}\nfix: micro 1{other}")
 
 
+def needs_all_rows(count: int, node: NamedNode) -> LayoutError:
+    """Return the error for an op that computes with the whole batch."""
+    return no_micro_batches(count, f"{_placed(node)} needs its operands of all micro-batches at once", STATISTICS)
+
+
+def counts_positions(count: int, node: NamedNode) -> LayoutError:
+    """Return the error for an op whose arguments depend on the place of a row in the batch."""
+    return no_micro_batches(count, f"{_placed(node)} counts positions along it", POSITIONS)
+
+
+def _placed(node: NamedNode) -> str:
+    """Return the name of an op and its line in the model."""
+    return f"{node.name} ({node.origin.source})" if node.origin.source else node.name
+
+
 def end_mark(one: InsertedReshard, atoms: Atoms, axes: SubMesh, coordinate: Mapping[str, int]) -> MicroBatchEnd | None:
     """Return the end of the micro-batches for a resharded value: its sum over them, or its parts joined."""
     if one.in_time is None:
@@ -72,7 +88,7 @@ def end_mark(one: InsertedReshard, atoms: Atoms, axes: SubMesh, coordinate: Mapp
     if state not in (State.SPLIT, State.PARTIAL):
         return None
     if after in (State.SPLIT, State.PARTIAL):
-        raise no_micro_batches(axes[MICRO], f"{one.op} needs {one.tensor} of all of them at once", STATISTICS)
+        raise no_micro_batches(axes[MICRO], f"{one.op} needs {one.tensor} of all micro-batches at once", STATISTICS)
     if state is State.PARTIAL:
         return MicroBatchEnd(LoopResult("sum"))
     assert atom is not None, "an axis splits an atom"

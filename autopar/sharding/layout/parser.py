@@ -9,13 +9,13 @@ from autopar.mesh import Mesh, parse_axes
 from autopar.names import did_you_mean
 from autopar.sharding.layout.drift import read_drift
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
+from autopar.sharding.layout.stage_statements import STAGE_WORDS, begins_stages, read_stages
 from autopar.sharding.layout.syntax import (
     COLLECTIVES,
     KINDS,
     Axes,
     Block,
     Collective,
-    CutStatement,
     DimRule,
     GatherStatement,
     Guard,
@@ -24,14 +24,11 @@ from autopar.sharding.layout.syntax import (
     Let,
     Limit,
     MeshStatement,
-    MicroBatches,
     NotSplit,
-    OpenMicroBatches,
     OpPin,
     PartPin,
     Pin,
     PinState,
-    PipelineStatement,
     Same,
     Scope,
     SplitTerm,
@@ -41,14 +38,10 @@ from autopar.sharding.layout.syntax import (
     Term,
 )
 from autopar.sharding.layout.tokens import UNITS, Token, TokenReader, parse_percent, parse_size, read_shares
-from autopar.sharding.schedules import SCHEDULES
 
 # How a statement is written, by its first word: the `fix:` line of errors within it.
 FORMS = {
     "strategy": "write it as in 'strategy fsdp \"what it does\"'",
-    "micro": "write it as in 'micro 8', or 'micro 8 of images' where the batch has another name",
-    "pipeline": "write it as in 'pipeline pp 1f1b', or with 1f1b(+1), gpipe, interleaved(2) or zero_bubble",
-    "cut": "write it as in 'cut pp before @blocks.2, @blocks.4'",
     "let": "write it as in 'let data = dp*fsdp'",
     "op": "write it as in 'op @blocks.0.mlp/linear[d_ff -> tp]'",
     "part": "write it as in 'op @vision.* at part 0'",
@@ -133,11 +126,8 @@ class LayoutParser(TokenReader):
         if self.at("}", "]", ")"):
             raise self.expected("a statement", self._fix_of_what_follows())
         following = self.tokens[self.position + 1]
-        if token.kind == "name" and token.text == "micro" and (following.kind == "number" or following.text == "?"):
-            return self.micro(self.advance())
-        # `pipeline`, `cut` and `drift` are no words of the language either: two names in a row begin no rule.
-        if token.kind == "name" and token.text in ("pipeline", "cut") and following.kind == "name":
-            return self.pipeline(self.advance()) if token.text == "pipeline" else self.cut(self.advance())
+        if begins_stages(token, following):
+            return read_stages(self, self.advance())
         if token.kind == "name" and token.text == "drift" and (following.kind == "name" or following.text == "?"):
             return read_drift(self, self.advance(), self.axes)
         if token.kind != "word":
@@ -165,68 +155,6 @@ class LayoutParser(TokenReader):
             case "forbid" | "warn":
                 return self.guard(token)
         return self.hold(token)
-
-    def micro(self, keyword: Token) -> MicroBatches | OpenMicroBatches:
-        # No word of the language: dims and axes may be called `micro`.
-        self.form = FORMS["micro"]
-        if self.accept("?"):
-            among = self.listed(self.micro_count, "}", "numbers of micro-batches") if self.accept("{") else ()
-            return OpenMicroBatches(among, self.batch_dim(), keyword.span)
-        return MicroBatches(self.micro_count(), self.batch_dim(), keyword.span)
-
-    def micro_count(self) -> int:
-        place = self.token.span
-        count = self.expect_integer("a number of micro-batches")
-        if count < 1:
-            raise layout_error("E0", "there is at least one micro-batch", "write 'micro 1' or leave it out", place)
-        return count
-
-    def batch_dim(self) -> str:
-        if not (self.is_a("name") and self.token.text == "of"):
-            return "batch"
-        self.advance()
-        return self.expect_dim("the dim of the batch")
-
-    def pipeline(self, keyword: Token) -> PipelineStatement:
-        self.form = FORMS["pipeline"]
-        axis = self.expect_name("an axis of the mesh")
-        place = self.token.span
-        if self.accept("?"):
-            return PipelineStatement(axis, "1f1b", is_open=True, span=keyword.span)
-        if self.at_end():
-            raise self.expected("a schedule", f"the schedules are {', '.join(SCHEDULES)}")
-        name = self.token.text
-        if self.is_a("number"):  # `1f1b` is a number and a name
-            self.advance()
-            name += self.token.text
-        self.advance()
-        schedule = next((one for one in SCHEDULES if one == name), None)
-        if schedule is None:
-            raise unknown_name("schedule", name, SCHEDULES, place)
-        chunks, more = (2 if schedule == "interleaved" else 1), 0
-        if schedule in ("1f1b", "interleaved") and self.accept("("):
-            if schedule == "1f1b":
-                self.expect("+", "and a number of micro-batches, as in '1f1b(+1)'")
-                more = self.expect_integer("a number of micro-batches")
-            else:
-                chunks = self.expect_integer("a number of parts on each stage")
-                if chunks < 2:
-                    raise layout_error("E0", f"interleaved({chunks}) interleaves nothing", "write '1f1b'", place)
-            self.expect(")", "after the number")
-        return PipelineStatement(axis, schedule, chunks, more, span=keyword.span)
-
-    def cut(self, keyword: Token) -> CutStatement:
-        self.form = FORMS["cut"]
-        axis = self.expect_name("an axis of the mesh")
-        if self.accept("?"):
-            return CutStatement(axis, (), keyword.span)
-        if not (self.is_a("name") and self.token.text == "before"):
-            raise self.expected("'before' and the modules that begin parts")
-        self.advance()
-        names = [self.expect_glob()]
-        while self.accept(","):
-            names.append(self.expect_glob())
-        return CutStatement(axis, tuple(names), keyword.span)
 
     def strategy(self, span: SourceSpan) -> StrategyStatement:
         name = self.expect_name("the strategy")
@@ -393,11 +321,13 @@ class LayoutParser(TokenReader):
 
     def _no_arrow(self, first: Token, maybe_word: bool) -> LayoutError:
         """Return the error for dims without an arrow, perhaps after a misspelt keyword."""
-        meant = did_you_mean(first.text, [*STATEMENT, *KINDS]) if maybe_word else ""
+        meant = did_you_mean(first.text, [*STATEMENT, *STAGE_WORDS, "drift", *KINDS]) if maybe_word else ""
         if maybe_word and (self.at("{", "[") or self.is_a("glob") or (meant and self.at(","))):
             return unknown_name("kind", first.text, KINDS, first.span)
         if self.at(","):
             return self.expected("'->' or ':' after dims", "write several dims in parentheses: '(heads, d_ff) -> tp'")
+        if maybe_word and self.at_end():
+            return self.expected("'->' or ':' after dims", "write a strategy behind the statements: 'micro 8; fsdp'")
         message = f"expected '->' or ':' after dims, found {self.token}{meant}"
         return layout_error("E0", message, self.form, self.token.span)
 

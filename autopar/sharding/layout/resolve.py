@@ -84,10 +84,18 @@ def _split_in_time(layout: Layout, tensor: HasAtoms, kind: str, wanted: SplitReq
             raise layout_error(
                 "E4",
                 f"the dim '{micro.dim}' of {tensor.name} is {atom.size}: micro {micro.count}{over} does not divide it",
-                f"give a batch of a multiple of {micro.count * ranks}, or other micro-batches",
+                _fix_of_batch(atom.size, ranks, micro.count),
                 micro.span,
             )
     return tuple(found)
+
+
+def _fix_of_batch(batch: int, ranks: int, count: int) -> str:
+    """Return the numbers of micro-batches nearest to a wrong one, and the batches that it divides."""
+    rows = 0 if batch % ranks else batch // ranks
+    fitting = sorted((one for one in range(2, rows + 1) if rows % one == 0), key=lambda one: abs(one - count))
+    numbers = " or ".join(f"'micro {one}'" for one in sorted(fitting[:2]))
+    return f"{f'write {numbers}, or ' if numbers else ''}give a batch of a multiple of {count * ranks}"
 
 
 def _claims(layout: Layout, tensor: HasAtoms, kind: str) -> list[_AxisClaim]:
