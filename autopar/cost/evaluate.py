@@ -7,7 +7,8 @@ An op waits for the values that are sent to it. Parameters are gathered ahead of
 reduced in parallel with the backward. This overlap is limited by η, the share of the compute time that the library can
 use (`overlap_fraction`). Overlapped communication slows the compute by κ, the share of the processors that it occupies.
 Communication that happens once per step (a gathered copy that stays, a reduction in the last micro-batch) overlaps with
-one micro-batch; communication in every micro-batch overlaps with all. An eager program launches its kernels one by one:
+one micro-batch; communication in every micro-batch overlaps with all. In a pipeline, communication once per step
+overlaps with the tasks and the waiting of its stage (`overlap`). An eager program launches its kernels one by one:
 where the host needs longer for the launches than the device for the kernels, the device waits. Replicas that drift add
 the time of their meetings (`autopar/cost/gradient_sync.py`).
 """
@@ -26,6 +27,7 @@ from autopar.cost.gradient_sync import MeetingCosts, late_seconds, meeting_costs
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryCosts, memory
+from autopar.cost.overlap import ChunkTraffic, OverlapCost
 from autopar.cost.pipeline import PartTimes, PricedStage, pipelined
 from autopar.cost.profile import Profile, Task, profile, profile_parts
 from autopar.cost.unequal_devices import RankKind, devices_of, rank_kinds, replica_clusters
@@ -122,30 +124,6 @@ class Costs:
     def seconds_of(self, of: str) -> float:
         """Return the time of all collectives of `values` or of `parameters`."""
         return sum(one.seconds for one in self.communication if one.of == of)
-
-
-class OverlapCost(NamedTuple):
-    """Cost of communication in parallel with compute: sent - overlapped + κ overlapped, overlapped <= η compute.
-
-    Written as κ sent + (1 - κ) max(0, sent - η compute) the formula is convex: a linear part and a hinge, which is the
-    form of the solver's objective.
-    """
-
-    # η: share of the compute time that the library can use.
-    overlap_fraction: float
-    # κ: share of the processors that communication occupies.
-    occupied: float
-
-    @staticmethod
-    def of(cluster: Cluster) -> OverlapCost:
-        matrix = cluster.device.matrix
-        occupied = cluster.library.processors / matrix.processors if matrix is not None else 0.0
-        return OverlapCost(cluster.library.overlap_fraction, occupied)
-
-    def seconds(self, sent_seconds: float, compute_seconds: float) -> float:
-        """Return how much longer compute takes with communication beside it."""
-        overlapped = min(sent_seconds, self.overlap_fraction * compute_seconds)
-        return sent_seconds - overlapped + self.occupied * overlapped
 
 
 def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
@@ -248,10 +226,10 @@ def _of_kind(lowered: LoweredStep, kind: RankKind, cluster: Cluster) -> Costs:
 def _of_pipeline(lowered: LoweredStep, cluster: Cluster) -> Costs:
     parts = priced_parts(lowered, cluster)
     step, stages = pipelined(lowered, cluster, [part.times for part in parts])
-    busiest = max(stages, key=lambda stage: stage.busy_seconds + stage.parameters_seconds)
+    busiest = max(stages, key=lambda stage: stage.busy_seconds + stage.exposed_seconds)
     found = tuple(parts[part].profile for part in busiest.parts)
     own = parts[busiest.parts[0]].cluster
-    sums = _sums(found, lowered, own)
+    sums = _sums(found, lowered, own, busiest.exposed_seconds)
     if own.device.core_fraction < 1.0:
         sums = sums.faster(lowered.plan.options.micro_batches * busiest.pass_seconds, busiest.busy_seconds)
     fractions = [min(parts[part].memory_fraction for part in stage.parts) for stage in stages]
@@ -322,7 +300,7 @@ def priced_parts(lowered: LoweredStep, cluster: Cluster) -> list[PricedPart]:
             # A stage without ops still has its part.
             if part < len(known[key]):
                 one = known[key][part]
-                ways.append(PricedPart(one, part_times(one, own), own, kind.memory_fraction))
+                ways.append(PricedPart(one, part_times(one, step, own), own, kind.memory_fraction))
         if ways:
             slowest = max(ways, key=lambda way: way.times.forward + way.times.backward)
             found.append(slowest._replace(memory_fraction=min(way.memory_fraction for way in ways)))
@@ -367,8 +345,13 @@ class _StepSums:
         )
 
 
-def _sums(every: Sequence[Profile], lowered: LoweredStep, cluster: Cluster) -> _StepSums:
-    """Return the times of a device that runs some parts of the model, or all of it."""
+def _sums(
+    every: Sequence[Profile], lowered: LoweredStep, cluster: Cluster, once_seconds: float | None = None
+) -> _StepSums:
+    """Return the times of a device that runs some parts of the model, or all of it.
+
+    `once_seconds`: of a stage of a pipeline, the exposed communication that happens once per step.
+    """
     count = lowered.plan.options.micro_batches
     forward = [task for one in every for task in one.forward]
     backward = [task for one in every for task in one.backward]
@@ -382,42 +365,56 @@ def _sums(every: Sequence[Profile], lowered: LoweredStep, cluster: Cluster) -> _
             sum(task.seconds for one in every for task in one.optimizer),
         ),
         count * sum(task.seconds for task in values if task.direction != "recompute"),
-        sum(exposed_seconds(one, lowered, cluster) for one in every),
+        sum(exposed_seconds(one, lowered, cluster, once_seconds is None) for one in every) + (once_seconds or 0.0),
         count * sum(map(waiting_seconds, every)),
     )
 
 
-def part_times(found: Profile, cluster: Cluster) -> PartTimes:
+def part_times(found: Profile, lowered: LoweredStep, cluster: Cluster) -> PartTimes:
     """Return the times of one part of a pipeline."""
-    overlap, each, once = OverlapCost.of(cluster), [], []
+    overlap, each, once, rooms = OverlapCost.of(cluster), [], [], []
     for tasks in (found.forward, found.backward):
         alone = sum(task.seconds for task in tasks if not task.overlapped and not task.once)
         room = sum(task.seconds for task in tasks if task.kind == "compute" and not task.once)
         beside = sum(task.seconds for task in tasks if task.overlapped and not task.once)
         each.append(alone + overlap.seconds(beside, room))
         once.append(sum(task.seconds for task in tasks if task.once))
+        rooms.append(max(0.0, overlap.overlap_fraction * room - beside))
     # The host launches the kernels of both directions one by one.
     share = 1.0 + waiting_seconds(found) / (sum(each) or 1.0)
     late = sum(task.seconds for task in found.backward if task.is_late)
     optimizer = sum(task.seconds for task in found.optimizer)
-    return PartTimes(share * each[0], share * each[1], share * late, once[0], once[1], optimizer)
+    is_early = _reduces_early(lowered)
+    last = sum(task.seconds for task in found.backward if task.once and (task.is_tied or not task.overlapped))
+    last = last if is_early else once[1]
+    late_room = min(rooms[1], overlap.overlap_fraction * late)
+    traffic = ChunkTraffic(once[0], once[1] - last, rooms[0], rooms[1], late_room)
+    return PartTimes(share * each[0], share * each[1], share * late, traffic, last, optimizer)
 
 
-def exposed_seconds(found: Profile, lowered: LoweredStep, cluster: Cluster) -> float:
-    """Return the exposed communication of parameters in a step."""
+def _reduces_early(lowered: LoweredStep) -> bool:
+    """Return whether gradients that are sent once in a call are sent before the backward of the module."""
+    is_half = any(tensor.dtype == torch.float16 for tensor in lowered.graph.parameters)
+    return not is_half and lowered.plan.options.outputs not in ("local", "local_sum")
+
+
+def exposed_seconds(found: Profile, lowered: LoweredStep, cluster: Cluster, with_once: bool = True) -> float:
+    """Return the exposed communication of parameters in a step, with that once per step or without."""
     total, overlap = 0.0, OverlapCost.of(cluster)
     micro_batches = lowered.plan.options.micro_batches
     for tasks in (found.forward, found.backward):
         room = sum(task.seconds for task in tasks if task.kind == "compute" and not task.once)
         each = sum(task.seconds for task in tasks if task.overlapped and not task.once)
         once = sum(task.seconds for task in tasks if task.overlapped and task.once)
-        if lowered.call is not None:
-            # A call with micro-batches gathers before the first one and reduces after the last one.
-            total += micro_batches * overlap.seconds(each, room) + once
+        if not with_once:
+            total += micro_batches * overlap.seconds(each, room)
             continue
         # Communication of the whole step overlaps with the compute of one micro-batch only.
         total += (micro_batches - 1) * overlap.seconds(each, room)
-        total += overlap.seconds(each + once, room)
+        if lowered.call is not None and tasks is found.backward and not _reduces_early(lowered):
+            total += overlap.seconds(each, room) + once
+        else:
+            total += overlap.seconds(each + once, room)
     return total
 
 

@@ -1,11 +1,10 @@
 """Time and memory of a pipeline, from those of its stages or of the parts that they run.
 
 A stage keeps the activations of each micro-batch between its forward and its backward. `pipeline` prices stages of
-equal parts from a few numbers. `pipelined` prices the stages of a plan: parts have times of their own, a stage gathers
-its parameters before its first forward and reduces their gradients after its last backward, and sends go beside the
-compute. Tied parameters go from the stage that has them to the others before, and their gradients back after. The
-orders are those that the ranks run. Under `zero_bubble` a stage puts off the gradients of weights, and keeps their
-operands.
+equal parts from a few numbers. `pipelined` prices the stages of a plan: parts have times of their own. Sends, gathers
+of parameters and reductions of their gradients go beside the compute. Tied parameters go from the stage that has them
+to the others before, and their gradients back after. The orders are those that the ranks run. Under `zero_bubble` a
+stage puts off the gradients of weights, and keeps their operands.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.network import Network
+from autopar.cost.overlap import ChunkTraffic, OverlapCost, StageTraffic
 from autopar.cost.unequal_devices import with_slowest_links
 from autopar.sharding.schedules import BackwardHalf, Schedule, StageTask, TaskKind, orders
 
@@ -143,11 +143,13 @@ def run_orders(
     begins: Sequence[float],
     sends_wait: bool,
     core_fraction: float = 1.0,
+    traffic: Sequence[StageTraffic] = (),
 ) -> OrderTimes:
     """Return the times of all tasks; each stage runs until an input is missing.
 
     A stage begins at its second of `begins`. With `sends_wait` it does not compute while it sends. Where stages share
-    cores, the seconds of the parts are those while all stages compute; fewer of them compute faster.
+    cores, the seconds of the parts are those while all stages compute; fewer of them compute faster. `traffic` of each
+    stage makes its tasks longer, where stages have cores of their own.
     """
     if core_fraction < 1.0:
         return run_on_shared_cores(parts, plan, begins, core_fraction)
@@ -172,7 +174,7 @@ def run_orders(
             send = part.send_seconds if sends else 0.0
             seconds = part.seconds(task) + (send if sends_wait else 0.0)
             start = max(clock[stage], ready)
-            clock[stage] = start + seconds
+            clock[stage] = start + seconds + (traffic[stage].added(task, start, seconds) if traffic else 0.0)
             ran.append(TaskTime(stage, task, start, clock[stage]))
             busy[stage] += seconds
             place[stage] += 1
@@ -261,15 +263,27 @@ def _follower(stage: int, task: StageTask, stages: int, chunks: int) -> tuple[in
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Seconds of one part: of a micro-batch, and once in a step before and after all of them."""
+    """Seconds of one part: of a micro-batch, and once in a step."""
 
     forward: float
     backward: float
     # Of the backward, the gradients of weights that the schedule puts off.
     late: float
-    before: float
-    after: float
+    # Gathers and reductions beside the micro-batches.
+    traffic: ChunkTraffic
+    # Reductions after all of them.
+    last: float
     optimizer: float
+
+    @property
+    def before(self) -> float:
+        """Return the seconds of gathers, beside nothing."""
+        return self.traffic.gathers
+
+    @property
+    def after(self) -> float:
+        """Return the seconds of reductions, beside nothing."""
+        return self.traffic.reductions + self.last
 
 
 @dataclass(frozen=True)
@@ -285,8 +299,9 @@ class PricedStage:
     late_seconds: float
     # All micro-batches.
     busy_seconds: float
-    # Gathers before the first forward, reductions after the last backward.
+    # Gathers and reductions that happen once, and the time that they make the stage longer.
     parameters_seconds: float
+    exposed_seconds: float
     # End of the last backward.
     finished_seconds: float
     # Activations of a micro-batch that it sends to later stages, and those that it receives.
@@ -306,8 +321,8 @@ class StepTimes(NamedTuple):
     """Times of all stages in a step, up to the optimizer."""
 
     ran: OrderTimes
-    # By stage: begin of the reductions, once its own gradients and those from other stages are there, and their end.
-    reducing: tuple[float, ...]
+    # By stage: its gathers and reductions, and the end of both them and its tasks.
+    traffic: tuple[StageTraffic, ...]
     reduced: tuple[float, ...]
 
 
@@ -316,9 +331,7 @@ def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -
     pipelining = step.plan.assignment.pipelining
     assert pipelining is not None, "a pipeline has stages"
     own = parts_by_stage(step, times)
-    begins, ends, optimizer = (
-        [sum(getattr(times[part], when) for part in mine) for mine in own] for when in ("before", "after", "optimizer")
-    )
+    optimizer = [sum(times[part].optimizer for part in mine) for mine in own]
     sent, received = sent_bytes(step, len(times))
     found = step_times(step, cluster, times)
     in_flight = most_in_flight(step.tasks, pipelining.chunks)
@@ -329,7 +342,8 @@ def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -
             sum(times[part].backward for part in mine),
             sum(times[part].late for part in mine),
             found.ran.busy[stage],
-            begins[stage] + ends[stage],
+            sum(sum(times[part].traffic[:2]) + times[part].last for part in mine),
+            found.traffic[stage].added_seconds,
             found.ran.finished[stage],
             sum(sent[part] for part in mine),
             sum(received[part] for part in mine),
@@ -362,21 +376,33 @@ def step_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) 
     sends = [seconds(size) for size in sent]
     parts = [PartCosts(one.forward, one.backward, send, one.late) for one, send in zip(times, sends, strict=True)]
     own = parts_by_stage(step, times)
-    begins = [sum(times[part].before for part in mine) for mine in own]
-    # A stage sends its tied parameters one after the other, and computes meanwhile.
+    # A stage that sends tied parameters has gathered all of its own. It sends one after the other.
+    sources = {tied.source for tied in step.tied}
+    gathers = [sum(times[part].traffic.gathers for part in mine) for mine in own]
+    begins = [one if stage in sources else 0.0 for stage, one in enumerate(gathers)]
     sending = list(begins)
     for tied in step.tied:
         for target in tied.targets:
             sending[tied.source] += seconds(tied.bytes)
             begins[target] = max(begins[target], sending[tied.source])
-    ran = run_orders(parts, step.tasks, begins, sends_wait=False, core_fraction=cluster.device.core_fraction)
+    occupied, cores = OverlapCost.of(cluster).occupied, cluster.device.core_fraction
+    pairs = zip(own, step.tasks, strict=True)
+    traffic = tuple(StageTraffic([times[part].traffic for part in mine], order, occupied) for mine, order in pairs)
+    last = [sum(times[part].last for part in mine) for mine in own]
+    if cores < 1.0:
+        # What sends takes cores of what computes: nothing is hidden.
+        begins = [max(begin, one.gather_first()) for begin, one in zip(begins, traffic, strict=True)]
+        last = [
+            rest + sum(times[part].traffic.reductions for part in mine) for rest, mine in zip(last, own, strict=True)
+        ]
+    ran = run_orders(parts, step.tasks, begins, sends_wait=False, core_fraction=cores, traffic=traffic)
     reducing, sending = list(ran.finished), list(ran.finished)
     for tied in step.tied:
         for target in tied.targets:
             sending[target] += seconds(tied.gradient_bytes)
             reducing[tied.source] = max(reducing[tied.source], sending[target])
-    ends = (sum(times[part].after for part in mine) for mine in own)
-    return StepTimes(ran, tuple(reducing), tuple(map(sum, zip(reducing, ends, strict=True))))
+    ends = (one.finished(begin, rest) for one, begin, rest in zip(traffic, reducing, last, strict=True))
+    return StepTimes(ran, traffic, tuple(ends))
 
 
 def sent_bytes(step: LoweredStep, parts: int) -> tuple[list[float], list[float]]:

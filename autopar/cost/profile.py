@@ -57,6 +57,8 @@ class Task(NamedTuple):
     host_seconds: float = 0.0
     # True for the gradient of a weight, where the schedule of a pipeline puts it off.
     is_late: bool = False
+    # True for the reduction of a parameter that other stages of a pipeline have gradients of.
+    is_tied: bool = False
 
     @property
     def sends(self) -> bool:
@@ -234,6 +236,7 @@ class _Profiler:
         )
         if plan.assignment.pipelining is not None:
             self.tasks.on_mesh(plan.assignment.pipelining.mesh)
+        self.tied = {one.version[0] for one in self.step.tied}
         self.buckets: dict[str, list[Bucket]] = {}
         for bucket in self.step.buckets:
             self.buckets.setdefault(bucket.op, []).append(bucket)
@@ -386,7 +389,8 @@ class _Profiler:
     def _bucket(self, bucket: Bucket, way: Literal["forward", "backward"]) -> Iterator[Task]:
         once = self.plan.keep_gathered if way == "forward" else self.plan.defer_reduction
         for task in self.tasks.bucket(bucket.members, way):
-            yield task._replace(once=bucket.members[0].tensor in once)
+            is_tied = way == "backward" and any(one.tensor in self.tied for one in bucket.members)
+            yield task._replace(once=bucket.members[0].tensor in once, is_tied=is_tied)
 
     # -- the whole model
 

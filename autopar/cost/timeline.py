@@ -45,7 +45,7 @@ class Timeline:
     """All events of a step, in the order of their start within each stream."""
 
     events: tuple[Event, ...]
-    # Of a pipeline, one for each stage.
+    # Of a pipeline, two for each stage.
     streams: tuple[str, ...] = STREAMS
 
     @property
@@ -98,7 +98,7 @@ def step_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
 
 
 def _stages_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
-    """Return a stream for each stage: gathers, the forwards and backwards of its parts, reductions, optimizer."""
+    """Return two streams for each stage: its forwards, backwards and optimizer, and its gathers and reductions."""
     times = [part.times for part in priced_parts(step, cluster)]
     found, count = step_times(step, cluster, times), step.plan.options.micro_batches
     events: list[Event] = []
@@ -106,19 +106,27 @@ def _stages_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
     ran, last = found.ran, max(found.reduced)
     for stage, parts in enumerate(parts_by_stage(step, times)):
         stream = f"stage {stage}"
-        before, optimizer = (sum(getattr(times[part], when) for part in parts) for when in ("before", "optimizer"))
-        gathers = Task("parameters", "all_gather", "forward", before)
-        events += [Event(gathers, stream, 0.0, 0)] if before else []
         for one in (one for one in ran.tasks if one.stage == stage):
             part = f"part {one.task.chunk * len(ran.busy) + stage}"
             name = f"weights of {part}" if one.task.half is BackwardHalf.WEIGHTS else part
             task = Task(name, "compute", one.task.kind.value, one.end_seconds - one.start_seconds)
             events.append(Event(task, stream, one.start_seconds, one.task.micro_batch))
-        sums = Task("gradients", "reduce_scatter", "backward", found.reduced[stage] - found.reducing[stage])
-        events += [Event(sums, stream, found.reducing[stage], count - 1)] if sums.seconds else []
-        update = Task("optimizer", "compute", "optimizer", optimizer)
-        events += [Event(update, stream, last, count - 1)] if optimizer else []
-    return Timeline(tuple(events), tuple(f"stage {stage}" for stage in range(len(ran.busy))))
+        for sent in found.traffic[stage].ran:
+            seconds = sent.end_seconds - sent.start_seconds
+            if sent.kind == "gathers":
+                gathers = Task("parameters", "all_gather", "forward", seconds)
+                events.append(Event(gathers, _beside(stage), sent.start_seconds, 0))
+            else:
+                sums = Task("gradients", "reduce_scatter", "backward", seconds)
+                events.append(Event(sums, _beside(stage), sent.start_seconds, count - 1))
+        update = Task("optimizer", "compute", "optimizer", sum(times[part].optimizer for part in parts))
+        events += [Event(update, stream, last, count - 1)] if update.seconds else []
+    streams = [name for stage in range(len(ran.busy)) for name in (f"stage {stage}", _beside(stage))]
+    return Timeline(tuple(events), tuple(streams))
+
+
+def _beside(stage: int) -> str:
+    return f"parameters of stage {stage}"
 
 
 def timeline_of(found: Profile, micro_batches: int) -> Timeline:

@@ -134,7 +134,7 @@ def model_costs(short: ShortGraph, plan: StepPlan, cluster: Cluster, micro: Micr
         step.__dict__["tasks"] = orders(len(every), 1, "gpipe")
         inputs = inputs or memory(step.at(0)).inputs_bytes
         sent, _ = sent_bytes(step, len(every))
-        times = [part_times(one, cluster) for one in profile_parts(step, cluster)]
+        times = [part_times(one, step, cluster) for one in profile_parts(step, cluster)]
         by_mode[mode] = tuple(
             # What recomputes nothing costs the same in all modes.
             by_mode["none"][number]

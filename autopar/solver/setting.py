@@ -103,8 +103,8 @@ class MicroBatchedCall:
     pipelining: Pipelining | None = None
     # Micro-batches whose activations the first stage keeps.
     in_flight: float = 1.0
-    # A lower bound on the step: multiples of the time of one micro-batch in all stages, and of what they do once.
-    shares: tuple[float, float] | None = None
+    # A lower bound on the step, as in `PlanningProblem.shares`.
+    shares: tuple[float, float, float] | None = None
 
     def plan(self, plan: StepPlan) -> StepPlan:
         """Return the plan of the call, from that of one micro-batch."""
@@ -192,10 +192,13 @@ class PlanningProblem:
         return 1.0 if self.call is None else self.call.stage_share
 
     @property
-    def shares(self) -> tuple[float, float]:
-        """Return the least time of a step: multiples of that of a micro-batch, and of communication once a step."""
+    def shares(self) -> tuple[float, float, float]:
+        """Return the least time of a step: multiples of that of a micro-batch, and of communication once a step.
+
+        The third number counts the micro-batches that this communication may run beside.
+        """
         own = None if self.call is None else self.call.shares
-        return (float(self.options.micro_batches), 1.0) if own is None else own
+        return (float(self.options.micro_batches), 1.0, 1.0) if own is None else own
 
     @property
     def saved_share(self) -> float:

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from autopar.cost.evaluate import OverlapCost
+from autopar.cost.overlap import OverlapCost
 from autopar.solver import Floats
 from autopar.solver.setting import PlanningProblem
 
@@ -82,7 +82,8 @@ class Hinges:
     @staticmethod
     def of(setting: PlanningProblem) -> Hinges:
         # The stages of a pipeline share the work.
-        (passes, ends), count = setting.shares, setting.options.micro_batches
+        (passes, ends, tail), count = setting.shares, setting.options.micro_batches
+        has_stages = setting.call is not None and setting.call.pipelining is not None
         device, overlap = setting.cluster.device, OverlapCost.of(setting.cluster)
         occupied = overlap.occupied
         base = np.zeros(len(Sum))
@@ -94,13 +95,15 @@ class Hinges:
         )
         for room, each, once in ways:
             base[each] += occupied * passes
-            # A call with micro-batches gathers before the first one and reduces after the last one.
-            base[once] += occupied if setting.call is None else ends
             beside = {each: 1.0, room: -overlap.overlap_fraction}
-            apart = count - 1 if setting.call is None else passes
+            apart = passes if has_stages else count - 1
             if apart:
                 hinges.append(({key: apart * (1 - occupied) * value for key, value in beside.items()}, 0.0))
-            if setting.call is None:
+            if has_stages:
+                # What stages send while they wait costs nothing.
+                hinges.append(({once: ends, room: -ends * tail * overlap.overlap_fraction}, 0.0))
+            else:
+                base[once] += occupied
                 hinges.append(({key: (1 - occupied) * value for key, value in {**beside, once: 1.0}.items()}, 0.0))
         constant = 0.0
         if setting.trains and any(tensor.requires_grad for tensor in setting.graph.parameters):
