@@ -275,16 +275,6 @@ class PartTimes:
     last: float
     optimizer: float
 
-    @property
-    def before(self) -> float:
-        """Return the seconds of gathers, beside nothing."""
-        return self.traffic.gathers
-
-    @property
-    def after(self) -> float:
-        """Return the seconds of reductions, beside nothing."""
-        return self.traffic.reductions + self.last
-
 
 @dataclass(frozen=True)
 class PricedStage:
@@ -362,6 +352,15 @@ def parts_by_stage(step: LoweredStep, times: Sequence[PartTimes]) -> list[range]
     return [range(stage, len(times), pipelining.stages) for stage in range(pipelining.stages)]
 
 
+class TiedSend(NamedTuple):
+    """One tied parameter that a stage sends to another one, and gets its gradients back."""
+
+    source: int
+    target: int
+    seconds: float
+    gradient_seconds: float
+
+
 def step_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -> StepTimes:
     """Return the times of the forwards and backwards of all stages, and of the reductions after them."""
     plan, pipelining = step.plan, step.plan.assignment.pipelining
@@ -373,20 +372,34 @@ def step_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) 
         return network.seconds("send", (pipelining.axis,), size) if size else 0.0
 
     sent, _ = sent_bytes(step, len(times))
-    sends = [seconds(size) for size in sent]
+    tied = [
+        TiedSend(one.source, target, seconds(one.bytes), seconds(one.gradient_bytes))
+        for one in step.tied
+        for target in one.targets
+    ]
+    return run_stages(times, [seconds(size) for size in sent], step.tasks, cluster, tied)
+
+
+def run_stages(
+    times: Sequence[PartTimes],
+    sends: Sequence[float],
+    plan: Sequence[Sequence[StageTask]],
+    cluster: Cluster,
+    tied: Sequence[TiedSend] = (),
+) -> StepTimes:
+    """Return the times of all stages in these orders; `sends` are the seconds of sending behind each part."""
     parts = [PartCosts(one.forward, one.backward, send, one.late) for one, send in zip(times, sends, strict=True)]
-    own = parts_by_stage(step, times)
+    own = [range(stage, len(times), len(plan)) for stage in range(len(plan))]
     # A stage that sends tied parameters has gathered all of its own. It sends one after the other.
-    sources = {tied.source for tied in step.tied}
+    sources = {one.source for one in tied}
     gathers = [sum(times[part].traffic.gathers for part in mine) for mine in own]
     begins = [one if stage in sources else 0.0 for stage, one in enumerate(gathers)]
     sending = list(begins)
-    for tied in step.tied:
-        for target in tied.targets:
-            sending[tied.source] += seconds(tied.bytes)
-            begins[target] = max(begins[target], sending[tied.source])
+    for one in tied:
+        sending[one.source] += one.seconds
+        begins[one.target] = max(begins[one.target], sending[one.source])
     occupied, cores = OverlapCost.of(cluster).occupied, cluster.device.core_fraction
-    pairs = zip(own, step.tasks, strict=True)
+    pairs = zip(own, plan, strict=True)
     traffic = tuple(StageTraffic([times[part].traffic for part in mine], order, occupied) for mine, order in pairs)
     last = [sum(times[part].last for part in mine) for mine in own]
     if cores < 1.0:
@@ -395,12 +408,11 @@ def step_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) 
         last = [
             rest + sum(times[part].traffic.reductions for part in mine) for rest, mine in zip(last, own, strict=True)
         ]
-    ran = run_orders(parts, step.tasks, begins, sends_wait=False, core_fraction=cores, traffic=traffic)
+    ran = run_orders(parts, plan, begins, sends_wait=False, core_fraction=cores, traffic=traffic)
     reducing, sending = list(ran.finished), list(ran.finished)
-    for tied in step.tied:
-        for target in tied.targets:
-            sending[target] += seconds(tied.gradient_bytes)
-            reducing[tied.source] = max(reducing[tied.source], sending[target])
+    for one in tied:
+        sending[one.target] += one.gradient_seconds
+        reducing[one.source] = max(reducing[one.source], sending[one.target])
     ends = (one.finished(begin, rest) for one, begin, rest in zip(traffic, reducing, last, strict=True))
     return StepTimes(ran, traffic, tuple(ends))
 

@@ -84,7 +84,8 @@ class ModelCosts:
 
 
 def _number(costs: SegmentCosts, name: str) -> float:
-    found: float = getattr(costs, name) if hasattr(costs, name) else getattr(costs.times, name)
+    owner = next(one for one in (costs, costs.times, costs.times.traffic) if hasattr(one, name))
+    found: float = getattr(owner, name)
     return found
 
 

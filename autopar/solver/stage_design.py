@@ -9,7 +9,9 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from autopar.cost.pipeline import PartCosts, most_kept, run_orders
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.overlap import ChunkTraffic
+from autopar.cost.pipeline import PartTimes, most_kept, run_stages
 from autopar.sharding.schedules import Schedule, StageTask, orders
 from autopar.sharding.stage_cuts import balanced
 from autopar.solver import Floats, Ints
@@ -62,7 +64,13 @@ def least_seconds(work_seconds: float, stages: int, count: int, layers: int) -> 
 
 
 def design_stages(
-    costs: ModelCosts, stages: int, count: int, choice: ScheduleChoice, limit: Sequence[float], send_seconds: Floats
+    costs: ModelCosts,
+    cluster: Cluster,
+    stages: int,
+    count: int,
+    choice: ScheduleChoice,
+    limit: Sequence[float],
+    send_seconds: Floats,
 ) -> StageDesign | None:
     """Return the fastest stages found for a schedule that keep the memory limit of each; None if there are none.
 
@@ -84,7 +92,7 @@ def design_stages(
         if found is None:
             return best
         modes, peaks = found
-        seconds = _seconds(costs, starts, stages, modes, every, count, send_seconds)
+        seconds = _seconds(costs, cluster, starts, stages, modes, every, count, send_seconds)
         if best is not None and seconds >= best.seconds:
             break
         best = StageDesign(choice, stages, tuple(starts), tuple(modes.tolist()), seconds, tuple(peaks))
@@ -140,6 +148,7 @@ def _ways(count: int) -> Ints:
 
 def _seconds(
     costs: ModelCosts,
+    cluster: Cluster,
     starts: Sequence[int],
     stages: int,
     modes: Ints,
@@ -149,24 +158,24 @@ def _seconds(
 ) -> float:
     """Return the time of a step."""
     bounds = [0, *starts, len(modes)]
-    columns = {name: np.take_along_axis(costs.column(name), modes[None], axis=0)[0] for name in _TIMES}
-    sums = {name: np.add.reduceat(column, bounds[:-1]) for name, column in columns.items()}
-    sends = send_seconds[np.array(bounds[1:]) - 1]
-    parts = [
-        PartCosts(*map(float, numbers))
-        for numbers in zip(sums["forward"], sums["backward"], sends, sums["late"], strict=True)
-    ]
-    begins = [float(sums["before"][stage::stages].sum()) for stage in range(stages)]
-    ends = [float(sums["after"][stage::stages].sum()) for stage in range(stages)]
-    optimizer = max(float(sums["optimizer"][stage::stages].sum()) for stage in range(stages))
-    finished = run_orders(parts, every, begins, sends_wait=False).finished
+    times = _part_times(costs, modes, bounds[:-1])
+    sends = send_seconds[np.array(bounds[1:]) - 1].tolist()
+    reduced = run_stages(times, sends, every, cluster).reduced
     # The other micro-batches take as long as the busiest stage.
     shown = 1 + max(task.micro_batch for task in every[0])
-    each = max(
-        sum(part.forward_seconds + part.backward_seconds for part in parts[stage::stages]) for stage in range(stages)
-    )
-    last = max(end + after for end, after in zip(finished, ends, strict=True))
-    return last + (count - shown) * each + optimizer
+    own = [times[stage::stages] for stage in range(stages)]
+    each = max(sum(part.forward + part.backward for part in mine) for mine in own)
+    optimizer = max(sum(part.optimizer for part in mine) for mine in own)
+    return max(reduced) + (count - shown) * each + optimizer
 
 
-_TIMES = ("forward", "backward", "late", "before", "after", "optimizer")
+def _part_times(costs: ModelCosts, modes: Ints, starts: Sequence[int]) -> list[PartTimes]:
+    """Return the times of the parts that begin with these segments: the sums over their segments."""
+
+    def sums(names: Sequence[str]) -> list[list[float]]:
+        columns = (np.take_along_axis(costs.column(name), modes[None], axis=0)[0] for name in names)
+        return [np.add.reduceat(column, starts).tolist() for column in columns]
+
+    traffic = [ChunkTraffic(*numbers) for numbers in zip(*sums(ChunkTraffic._fields), strict=True)]
+    forward, backward, late, last, optimizer = sums(("forward", "backward", "late", "last", "optimizer"))
+    return [PartTimes(*numbers) for numbers in zip(forward, backward, late, traffic, last, optimizer, strict=True)]

@@ -67,7 +67,7 @@ def staged_plan(search: ShapeSearch, priced: PricedShape) -> SolvedPlan | None:
             break
         limits = tight
         sends = search.sends(priced.costs, shape)
-        again = design_stages(priced.costs, shape.stages, shape.count, design.schedule, limits, sends)
+        again = design_stages(priced.costs, search.cluster, shape.stages, shape.count, design.schedule, limits, sends)
         if again is None or again == design:
             break
         design = again
