@@ -195,6 +195,10 @@ class Sharding:
         """The sharding of the gradient: B and P change places."""
         return Sharding(self.splits, partial=self.broadcast, broadcast=self.partial)
 
+    def sums_to(self, other: Sharding) -> bool:
+        """Return whether a reshard to another sharding adds up partial values."""
+        return not self.partial <= other.partial
+
     def without(self, axes: Iterable[str]) -> Sharding:
         """Return this sharding with some axes replicated."""
         gone = frozenset(axes)

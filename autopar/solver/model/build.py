@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.compute.op_time import DirectionWork, OpWork, scaled, unfused_shares
+from autopar.cost.compute.op_time import DirectionWork, OpWork, local_bytes, scaled, unfused_shares
 from autopar.cost.memory.local_memory import local_footprint
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.values import NamedNode
@@ -28,6 +28,7 @@ from autopar.solver.model.cost_tables import CostTables, Parts
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import Sum
 from autopar.solver.model.recompute_variables import RecomputeModes
+from autopar.solver.model.reshard_sums import kept_early
 from autopar.solver.model.storage_variables import StorageVariables, ValueVariables
 from autopar.solver.search.joined_axes import AxisRoles
 from autopar.solver.setting import PlanningProblem
@@ -235,7 +236,9 @@ def plan_of(model: Model, chosen: Sequence[int]) -> StepPlan:
         option: OpSharding = states["op", node.name]
         results: list[Sharding | None] = []
         for name, produced in zip(node.outputs, option.produced, strict=True):
-            home = produced if name is None else homes.get(name, produced)
+            home = produced
+            if name is not None and produced is not None:
+                home = _home(model, states, name, homes.get(name, produced))
             results.append(home)
             if name is not None and home is not None:
                 values[name] = home
@@ -253,6 +256,28 @@ def plan_of(model: Model, chosen: Sequence[int]) -> StepPlan:
     recompute = {**model.recompute, **{path: mode for path, mode in modes.items() if mode != "none"}}
     assignment = Assignment(setting.axes, stored, ops, values, gather_policies, recompute=recompute)
     return StepPlan(setting.graph.fingerprint, assignment).with_options(setting.options)
+
+
+def _home(model: Model, states: Mapping[tuple[str, str], Any], name: str, home: Sharding) -> Sharding:
+    """Return the sharding in which a value is kept: partial sums are added up early where all users take the sum."""
+    setting = model.setting
+    users = setting.users.get(name, ()) if home.partial else ()
+    wanted = {
+        want
+        for user in users
+        for operand, want in zip(user.operands, states["op", user.name].operands, strict=True)
+        if operand == name and want is not None
+    }
+    if len(wanted) != 1:
+        return home
+    (want,) = wanted
+    place = model.place.get(("value", name))
+
+    def size(layout: Sharding) -> float:
+        return local_bytes(setting.graph, name, layout, setting.axes)
+
+    allowed = place is None or want in model.variables[place].states
+    return want if allowed and kept_early(home, want, size) else home
 
 
 def _first_use(model: Model, ops: Mapping[str, OpAssignment], name: str) -> Sharding | None:

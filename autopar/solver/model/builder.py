@@ -21,10 +21,11 @@ from autopar.sharding.options import Outputs
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver import Floats
 from autopar.solver.infeasible import OutOfTime
-from autopar.solver.model.cost_tables import CostTable, CostTables, Parts, TensorCut, Wants
+from autopar.solver.model.cost_tables import CostTable, CostTables, Parts, Wants
 from autopar.solver.model.model import Costs, Factor, FactorByMode, Variable
 from autopar.solver.model.objective import Sum
 from autopar.solver.model.recompute_variables import STATES, RecomputeModes
+from autopar.solver.model.reshard_sums import TensorCut
 from autopar.solver.search.joined_axes import AxisRoles
 from autopar.solver.setting import PlanningProblem
 

@@ -5,215 +5,22 @@ A table keeps the sums of `objective` apart, so one table serves all multipliers
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autopar.cost.compute.op_time import seconds_of_bytes
 from autopar.ir.values import NamedTensor
-from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
-from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize
-from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_excess
+from autopar.sharding.sharding import Sharding
 from autopar.solver import Floats, Ints
 from autopar.solver.candidates import StorageOption
 from autopar.solver.model.objective import Sum
+from autopar.solver.model.reshard_sums import ReshardSums, TensorCut, block_of, kept_early
 from autopar.solver.setting import PlanningProblem
 
-# -- prices of reshards ------------------------------------------------------------------------------------------------
-
-
-# A step, and the bytes of an element.
-_Sent = tuple[StepSize, float]
-
-
-class TensorCut(NamedTuple):
-    """Properties of a tensor that its reshards depend on. A tuple, as tables are looked up by it."""
-
-    sizes: tuple[int, ...]
-    itemsize: float
-    # It has a gradient.
-    trained: bool
-    # Bytes of an element while its gradient is reduced.
-    reduced: int
-    # It is a parameter that is stored or reduced in another dtype than that of the compute.
-    casts: bool
-    # Atoms that axes with shares split by them.
-    by_share: tuple[int, ...] = ()
-    # Roles of the atoms of routed rows; empty for others.
-    roles: str = ""
-
-    @classmethod
-    def of(cls, tensor: NamedTensor, setting: PlanningProblem) -> TensorCut:
-        atoms = atoms_of(tensor)
-        dtype, precision = tensor.dtype, setting.options.precision
-        trained, is_param = tensor.requires_grad and setting.trains, tensor.kind == "param"
-        reduced, stored = (precision.reduced(dtype), precision.stored(dtype)) if is_param else (dtype, dtype)
-        casts = len({dtype, reduced, stored}) > 1
-        return cls(atoms.sizes, tensor.element_bytes, trained, reduced.itemsize, casts, atoms.by_share, atoms.roles)
-
-    def steps(self, routes: ScaledReshards, source: Sharding, target: Sharding) -> tuple[StepSize, ...] | None:
-        """Return the steps between two shardings of the tensor; None if none lead there."""
-        return routes.of(self.sizes, source, target, self.by_share, self.roles)
-
-
-class _BucketShare(NamedTuple):
-    """Share of a parameter in its bucket: seconds of links and host, forward and backward."""
-
-    forward: tuple[float, float]
-    backward: tuple[float, float]
-    gathers: bool
-
-
-class ReshardSums:
-    """Reshards of one planning problem; each is priced once."""
-
-    def __init__(self, setting: PlanningProblem) -> None:
-        self.setting = setting
-        self.costs = setting.prices.reshard_costs
-        self.routes = ScaledReshards(setting.axes)
-        self.prices: dict[Hashable, tuple[float, float]] = {}
-        self.moved: dict[tuple[TensorCut, Sharding, Sharding, float], _BucketShare] = {}
-        self.elements: dict[Hashable, float] = {}
-        self.blocks: dict[str, float] = {}
-        self.total = 0.0
-        for tensor in setting.graph.parameters:
-            size = prod(tensor.shape) * tensor.dtype.itemsize
-            self.total += size
-            self.blocks[block_of(tensor.name)] = self.blocks.get(block_of(tensor.name), 0.0) + size
-
-    # -- values
-
-    def way(self, cut: TensorCut, source: Sharding, target: Sharding, share: float = 1.0) -> tuple[float, float]:
-        """Return device and host seconds of a reshard; infinite if no steps lead there."""
-        key = cut.sizes, cut.by_share, cut.roles, cut.itemsize, source, target, share
-        price = self.prices.get(key)
-        if price is None:
-            device = host = 0.0
-            steps = cut.steps(self.routes, source, target)
-            size = cut.itemsize * routing_excess(cut.roles, source, target)
-            for cost in () if steps is None else self.costs.value_steps(steps, size, share):
-                device, host = device + cost.seconds, host + cost.host_seconds
-            price = self.prices[key] = (inf if steps is None else device, host)
-        return price
-
-    def gib(self, cut: TensorCut, layout: Sharding) -> float:
-        """Return the largest shard."""
-        key = cut.sizes, cut.by_share, layout.splits
-        found = self.elements.get(key)
-        if found is None:
-            pairs = enumerate(zip(cut.sizes, layout.splits, strict=True))
-            lengths = (longest(size, axes, self.setting.axes, i in cut.by_share) for i, (size, axes) in pairs)
-            found = self.elements[key] = prod(lengths) / 2**30
-        return found * cut.itemsize * (routing_excess(cut.roles, layout) if cut.roles else 1.0)
-
-    # -- parameters
-
-    def kept_copy(self, cut: TensorCut, held: StorageOption, want: Sharding, kept: bool) -> float:
-        """Return the bytes of a gathered copy that lives until the backward, or until the optimizer steps."""
-        lives = (kept and not held.again) or held.lasting
-        if not lives or want.splits == held.layout.splits:
-            return 0.0
-        # In a call with micro-batches the gradient of the copy lives until it is reduced after the last one.
-        copies = 2 if self.setting.call is not None and cut.trained and held.lasting else 1
-        share = self.setting.stored_share if held.lasting else self.setting.saved_share
-        return share * copies * self.gib(cut, want)
-
-    def add_moved(
-        self,
-        sums: Floats,
-        cut: TensorCut,
-        held: StorageOption,
-        want: Sharding,
-        gathered_bytes: float,
-        later: bool = False,
-    ) -> None:
-        """In a bucket, a parameter takes its share of what the fullest bucket takes: no bucket sends a byte in less.
-
-        `gathered_bytes` is what could be gathered together.
-        """
-        forward, backward, gathers = self._moved(cut, held.layout, want, gathered_bytes)
-        sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
-        sums[Sum.HOST] += 0.0 if held.lasting else forward[1]
-        deferred = later or held.defers(want)
-        sums[Sum.BACKWARD_ONCE if deferred else Sum.BACKWARD_EACH] += backward[0]
-        sums[Sum.HOST] += 0.0 if deferred else backward[1]
-        if held.again and self.setting.trains and gathers:
-            sums[Sum.BACKWARD_EACH] += forward[0]
-            sums[Sum.HOST] += forward[1]
-
-    def _moved(self, cut: TensorCut, stored: Sharding, want: Sharding, gathered_bytes: float) -> _BucketShare:
-        key = cut, stored, want, gathered_bytes
-        found = self.moved.get(key)
-        if found is None:
-            there, back = ways = self._ways_of(cut, stored, want)
-            gathers, share = any(leg.kind == "all_gather" for leg, _ in there), 1.0
-            if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
-                limit = min(float(BUCKET_BYTES), gathered_bytes if gathers else max(LEAST_BYTES, self.total / BUCKETS))
-                share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
-            found = self.moved[key] = _BucketShare(self._sent(there, share), self._sent(back, share), gathers)
-        return found
-
-    def _ways_of(self, cut: TensorCut, stored: Sharding, want: Sharding) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
-        there = cut.steps(self.routes, stored.value, want.value)
-        back = cut.steps(self.routes, want.gradient.value, stored.gradient.value) if cut.trained else ()
-        assert there is not None, "parameters are stored in full"
-        assert back is not None, "parameters are stored in full"
-        return tuple((leg, cut.itemsize) for leg in there), tuple((leg, cut.reduced) for leg in back)
-
-    def _sent(self, way: tuple[_Sent, ...], share: float) -> tuple[float, float]:
-        """Return link and host seconds of a share of a bucket."""
-        seconds = host = 0.0
-        for leg, itemsize in way if share else ():
-            cost = self.costs.bucket_step(leg, leg.numel * itemsize / share)
-            seconds, host = seconds + share * cost.seconds, host + share * cost.host_seconds
-        return seconds, host
-
-    def add_accumulated(self, sums: Floats, size: float) -> None:
-        """Add what it takes to add a gradient, of so many bytes read and written, to that of earlier micro-batches."""
-        prices = self.setting.prices
-        seconds = seconds_of_bytes(size, prices.device)
-        sums[Sum.DEVICE] += seconds
-        sums[Sum.BACKWARD_ROOM] += seconds
-        sums[Sum.HOST] += prices.launch if size else 0.0
-
-    def add_casts(self, tensor: NamedTensor, sums: Floats, held: StorageOption, want: Sharding) -> None:
-        """Add the casts of a parameter to the dtype of the compute, and of its gradient."""
-        prices, trains = self.setting.prices, tensor.requires_grad and self.setting.trains
-        size = prices.cast_bytes(tensor.name, held.layout)
-        self._add_cast(sums, size, Sum.FORWARD_ROOM, held.lasting)
-        if size and want.splits == held.layout.splits:
-            # Autograd saves the copy.
-            sums[Sum.KEPT_GIB] += self.setting.stored_share * self.gib(TensorCut.of(tensor, self.setting), want)
-        if not trains:
-            return
-        deferred = held.defers(want)
-        summed = self.setting.options.micro_batches > 1 and deferred
-        size = prices.gradient_cast_bytes(tensor.name, want, held.layout, summed)
-        self._add_cast(sums, size, Sum.BACKWARD_ROOM, deferred)
-        if held.again:
-            self._add_cast(sums, prices.cast_bytes(tensor.name, held.layout), Sum.BACKWARD_ROOM, once=False)
-
-    def _add_cast(self, sums: Floats, size: float, room: Sum, once: bool) -> None:
-        prices = self.setting.prices
-        seconds = seconds_of_bytes(size, prices.device)
-        if once:
-            sums[Sum.FORWARD_ONCE if room is Sum.FORWARD_ROOM else Sum.BACKWARD_ONCE] += seconds
-        elif size:
-            sums[[Sum.DEVICE, room]] += seconds
-            sums[Sum.HOST] += prices.launch
-
-
-def block_of(name: str) -> str:
-    """Return the layer that a parameter is of, as buckets see it."""
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return found[1] if found else ""
-
-
-# An array for each sum, all of one shape; absent sums are zero.
 Parts = Mapping[Sum, Floats]
 
 # Shardings in which one op takes one tensor, at all its places; None: as it is.
@@ -249,6 +56,15 @@ def weigh(parts: Parts, weights: Floats) -> Floats:
     return total
 
 
+class PartialSums(NamedTuple):
+    """Partial sums that one op makes and another one alone uses."""
+
+    # Made, and added up, once more in the backward.
+    again: bool
+    # The value lives until the backward, whoever saves it.
+    lives: bool
+
+
 class ValueUse(NamedTuple):
     """Use of a value by one op."""
 
@@ -260,6 +76,8 @@ class ValueUse(NamedTuple):
     instead: bool = False
     # Share of its sum in a collective that joins several sums.
     share: float = 1.0
+    # Of a value that this op alone uses: what becomes of partial sums. They are added up where they are made.
+    sums: PartialSums | None = None
 
 
 class ParameterUse(NamedTuple):
@@ -295,18 +113,20 @@ class CostTables:
 
         def made(rows: Sequence[Sharding], columns: Sequence[Wants]) -> Parts:
             distinct = list(dict.fromkeys(want for each in columns for want in each if want is not None))
-            device, host = self._pairs(cut, rows, distinct, use)
+            there, back = self._both_ways(cut, rows, distinct, use.share)
             place = {layout: i for i, layout in enumerate(distinct)}
-            unreached = np.isinf(device)
-            device = np.where(unreached, 0.0, device)
+            unreached = np.isinf(there[0]) | np.isinf(back[0])
+            there, back = np.where(unreached, 0.0, there), np.where(unreached, 0.0, back)
+            summed = self._summed_early(cut, rows, columns, use)
+            times = 1.0 + (use.again if use.sums is None else np.where(summed, use.sums.again, use.again))
             parts = {
-                Sum.DEVICE: _summed(device, columns, place, len(rows)),
-                Sum.HOST: _summed(host, columns, place, len(rows)),
+                key: times * _summed(there[i], columns, place, len(rows)) + _summed(back[i], columns, place, len(rows))
+                for i, key in enumerate((Sum.DEVICE, Sum.HOST))
             }
             if unreached.any():
                 parts[Sum.FORBIDDEN] = _summed(unreached.astype(np.float64), columns, place, len(rows))
-            if use.kept:
-                parts[Sum.KEPT_GIB] = self.setting.saved_share * self._kept(cut, rows, columns, use.instead)
+            if use.kept or (use.sums is not None and use.sums.lives):
+                parts[Sum.KEPT_GIB] = self.setting.saved_share * self._kept(cut, rows, columns, use, summed)
             return parts
 
         return self._table(("values", cut, use), sources, wants, made)
@@ -357,15 +177,26 @@ class CostTables:
                 self.ways.add_moved(sums[:, i], cut, one, one.shared, handled.gathered)
         return {key: sums[key] for key in Sum}
 
-    def _pairs(
-        self, cut: TensorCut, sources: Sequence[Sharding], targets: Sequence[Sharding], use: ValueUse
+    def _both_ways(
+        self, cut: TensorCut, sources: Sequence[Sharding], targets: Sequence[Sharding], share: float
     ) -> tuple[Floats, Floats]:
-        times = 2 if use.again else 1
-        there = self._each(cut, [s.value for s in sources], [t.value for t in targets], use.share)
+        """Return device and host seconds of each pair of shardings, forward and backward."""
+        there = self._each(cut, [s.value for s in sources], [t.value for t in targets], share)
         if not cut.trained:
-            return times * there[0], times * there[1]
+            return there, np.zeros_like(there)
         back = self._each(cut, [t.gradient.value for t in targets], [s.gradient.value for s in sources], 1.0)
-        return times * there[0] + back[0].T, times * there[1] + back[1].T
+        return there, back.transpose(0, 2, 1)
+
+    def _summed_early(
+        self, cut: TensorCut, rows: Sequence[Sharding], columns: Sequence[Wants], use: ValueUse
+    ) -> NDArray[np.bool_]:
+        """Return for which pairs partial sums are added up where they are made."""
+        found = np.zeros((len(rows), len(columns)), dtype=np.bool_)
+        for i, row in enumerate(rows if use.sums is not None else ()):
+            for j, wants in enumerate(columns if row.partial else ()):
+                wanted = None if len(wants) != 1 else wants[0]
+                found[i, j] = wanted is not None and kept_early(row, wanted, partial(self.ways.gib, cut))
+        return found
 
     def _each(self, cut: TensorCut, sources: Sequence[Sharding], targets: Sequence[Sharding], share: float) -> Floats:
         """Return device and host seconds of one direction; each pair of shardings is priced once."""
@@ -380,15 +211,28 @@ class CostTables:
             self.known[key] = found
         return np.asarray(self.known[key][:, row_of[:, None], column_of])
 
-    def _kept(self, cut: TensorCut, rows: Sequence[Sharding], columns: Sequence[Wants], instead: bool) -> Floats:
+    def _kept(
+        self,
+        cut: TensorCut,
+        rows: Sequence[Sharding],
+        columns: Sequence[Wants],
+        use: ValueUse,
+        summed: NDArray[np.bool_],
+    ) -> Floats:
         """Return the saved bytes that reshards add; with `instead`, the bytes of the value itself are taken off."""
         found = np.zeros((len(rows), len(columns)))
+        lives = use.sums is not None and use.sums.lives
         for i, row in enumerate(rows):
             for j, each in enumerate(columns):
                 for want in each:
-                    if want is not None and want.value != row.value:
+                    if want is None or want.value == row.value:
+                        continue
+                    if summed[i, j]:
+                        found[i, j] += self.ways.gib(cut, want) if lives or use.kept else 0.0
+                        found[i, j] -= self.ways.gib(cut, row) if lives else 0.0
+                    elif use.kept:
                         found[i, j] += self.ways.gib(cut, want)
-                        found[i, j] -= self.ways.gib(cut, row) if instead else 0.0
+                        found[i, j] -= self.ways.gib(cut, row) if use.instead else 0.0
         return found
 
     def _table(

@@ -25,9 +25,10 @@ from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver import Floats
 from autopar.solver.model.builder import returned_tensors
-from autopar.solver.model.cost_tables import CostTable, CostTables, Parts, TensorCut
+from autopar.solver.model.cost_tables import CostTable, CostTables, Parts
 from autopar.solver.model.model import Factor, Model, Variable
 from autopar.solver.model.objective import Sum
+from autopar.solver.model.reshard_sums import TensorCut
 
 __all__ = ["forbid_broken"]
 

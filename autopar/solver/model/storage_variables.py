@@ -17,7 +17,7 @@ from autopar.solver import Floats
 from autopar.solver.candidates import StorageOption, is_dtensor_sharding, options_of, stored_of
 from autopar.solver.infeasible import no_option
 from autopar.solver.model.builder import ModelBuilder, parts_of
-from autopar.solver.model.cost_tables import CostTable, Parts, ValueUse, Wants
+from autopar.solver.model.cost_tables import CostTable, PartialSums, Parts, ValueUse, Wants
 from autopar.solver.model.model import Factor
 from autopar.solver.model.objective import Sum
 
@@ -196,9 +196,9 @@ class ValueVariables(ModelBuilder):
         cut, again, share = self.tables.cut(tensor), self.again.flags(user.name), self.setting.prices.share(tensor.name)
 
         def table(mode: int) -> CostTable:
-            return self.tables.values(
-                cut, held, wants, ValueUse(again[mode], *self._kept_for(user, tensor.name, mode), share)
-            )
+            sums = None if self._is_shared(tensor.name) else self._partial_sums(user, tensor.name, mode)
+            use = ValueUse(again[mode], *self._kept_for(user, tensor.name, mode), share, sums)
+            return self.tables.values(cut, held, wants, use)
 
         self._add_pairs(place, self.place["op", user.name], user, table)
 
@@ -207,11 +207,20 @@ class ValueVariables(ModelBuilder):
         if self.again.flags(user.name)[mode]:
             return False, False
         maker = self.makers[name][0]
-        is_own = self.again.layers.get(maker.name) == self.again.layers.get(user.name)
-        its = mode if is_own else 0
+        its = self._mode_of_maker(maker, user, mode)
         only = self.kept.only_for(user.name, name) and self._lives(name, maker, its)
         only = only and not self._enters(self.kept.roots[name], maker, its)
         return (user.name, name) in self.kept.operands, only
+
+    def _partial_sums(self, user: NamedNode, name: str, mode: int) -> PartialSums:
+        """Return what becomes of partial sums that an op alone uses."""
+        maker = self.makers[name][0]
+        its = self._mode_of_maker(maker, user, mode)
+        return PartialSums(self.again.flags(maker.name)[its], self._lives(name, maker, its))
+
+    def _mode_of_maker(self, maker: NamedNode, user: NamedNode, mode: int) -> int:
+        """Return the mode of a maker's layer, given that of a user's."""
+        return mode if self.again.layers.get(maker.name) == self.again.layers.get(user.name) else 0
 
     def _produced(self, maker: int, position: int) -> tuple[Sharding, ...]:
         options = self.variables[maker].states

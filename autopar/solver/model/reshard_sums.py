@@ -1,0 +1,215 @@
+"""Prices of reshards as sums of the objective: of values, of parameters in their buckets, of their casts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from math import inf, prod
+from typing import NamedTuple
+
+from autopar.cost.compute.op_time import seconds_of_bytes
+from autopar.ir.values import NamedTensor
+from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
+from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize
+from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_excess
+from autopar.solver import Floats
+from autopar.solver.candidates import StorageOption
+from autopar.solver.model.objective import Sum
+from autopar.solver.setting import PlanningProblem
+
+# A step, and the bytes of an element.
+_Sent = tuple[StepSize, float]
+
+
+class TensorCut(NamedTuple):
+    """Properties of a tensor that its reshards depend on. A tuple, as tables are looked up by it."""
+
+    sizes: tuple[int, ...]
+    itemsize: float
+    # It has a gradient.
+    trained: bool
+    # Bytes of an element while its gradient is reduced.
+    reduced: int
+    # It is a parameter that is stored or reduced in another dtype than that of the compute.
+    casts: bool
+    # Atoms that axes with shares split by them.
+    by_share: tuple[int, ...] = ()
+    # Roles of the atoms of routed rows; empty for others.
+    roles: str = ""
+
+    @classmethod
+    def of(cls, tensor: NamedTensor, setting: PlanningProblem) -> TensorCut:
+        atoms = atoms_of(tensor)
+        dtype, precision = tensor.dtype, setting.options.precision
+        trained, is_param = tensor.requires_grad and setting.trains, tensor.kind == "param"
+        reduced, stored = (precision.reduced(dtype), precision.stored(dtype)) if is_param else (dtype, dtype)
+        casts = len({dtype, reduced, stored}) > 1
+        return cls(atoms.sizes, tensor.element_bytes, trained, reduced.itemsize, casts, atoms.by_share, atoms.roles)
+
+    def steps(self, routes: ScaledReshards, source: Sharding, target: Sharding) -> tuple[StepSize, ...] | None:
+        """Return the steps between two shardings of the tensor; None if none lead there."""
+        return routes.of(self.sizes, source, target, self.by_share, self.roles)
+
+
+class _BucketShare(NamedTuple):
+    """Share of a parameter in its bucket: seconds of links and host, forward and backward."""
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    gathers: bool
+
+
+class ReshardSums:
+    """Reshards of one planning problem; each is priced once."""
+
+    def __init__(self, setting: PlanningProblem) -> None:
+        self.setting = setting
+        self.costs = setting.prices.reshard_costs
+        self.routes = ScaledReshards(setting.axes)
+        self.prices: dict[Hashable, tuple[float, float]] = {}
+        self.moved: dict[tuple[TensorCut, Sharding, Sharding, float], _BucketShare] = {}
+        self.elements: dict[Hashable, float] = {}
+        self.blocks: dict[str, float] = {}
+        self.total = 0.0
+        for tensor in setting.graph.parameters:
+            size = prod(tensor.shape) * tensor.dtype.itemsize
+            self.total += size
+            self.blocks[block_of(tensor.name)] = self.blocks.get(block_of(tensor.name), 0.0) + size
+
+    # -- values
+
+    def way(self, cut: TensorCut, source: Sharding, target: Sharding, share: float = 1.0) -> tuple[float, float]:
+        """Return device and host seconds of a reshard; infinite if no steps lead there."""
+        key = cut.sizes, cut.by_share, cut.roles, cut.itemsize, source, target, share
+        price = self.prices.get(key)
+        if price is None:
+            device = host = 0.0
+            steps = cut.steps(self.routes, source, target)
+            size = cut.itemsize * routing_excess(cut.roles, source, target)
+            for cost in () if steps is None else self.costs.value_steps(steps, size, share):
+                device, host = device + cost.seconds, host + cost.host_seconds
+            price = self.prices[key] = (inf if steps is None else device, host)
+        return price
+
+    def gib(self, cut: TensorCut, layout: Sharding) -> float:
+        """Return the largest shard."""
+        key = cut.sizes, cut.by_share, layout.splits
+        found = self.elements.get(key)
+        if found is None:
+            pairs = enumerate(zip(cut.sizes, layout.splits, strict=True))
+            lengths = (longest(size, axes, self.setting.axes, i in cut.by_share) for i, (size, axes) in pairs)
+            found = self.elements[key] = prod(lengths) / 2**30
+        return found * cut.itemsize * (routing_excess(cut.roles, layout) if cut.roles else 1.0)
+
+    # -- parameters
+
+    def kept_copy(self, cut: TensorCut, held: StorageOption, want: Sharding, kept: bool) -> float:
+        """Return the bytes of a gathered copy that lives until the backward, or until the optimizer steps."""
+        lives = (kept and not held.again) or held.lasting
+        if not lives or want.splits == held.layout.splits:
+            return 0.0
+        # In a call with micro-batches the gradient of the copy lives until it is reduced after the last one.
+        copies = 2 if self.setting.call is not None and cut.trained and held.lasting else 1
+        share = self.setting.stored_share if held.lasting else self.setting.saved_share
+        return share * copies * self.gib(cut, want)
+
+    def add_moved(
+        self,
+        sums: Floats,
+        cut: TensorCut,
+        held: StorageOption,
+        want: Sharding,
+        gathered_bytes: float,
+        later: bool = False,
+    ) -> None:
+        """In a bucket, a parameter takes its share of what the fullest bucket takes: no bucket sends a byte in less.
+
+        `gathered_bytes` is what could be gathered together.
+        """
+        forward, backward, gathers = self._moved(cut, held.layout, want, gathered_bytes)
+        sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
+        sums[Sum.HOST] += 0.0 if held.lasting else forward[1]
+        deferred = later or held.defers(want)
+        sums[Sum.BACKWARD_ONCE if deferred else Sum.BACKWARD_EACH] += backward[0]
+        sums[Sum.HOST] += 0.0 if deferred else backward[1]
+        if held.again and self.setting.trains and gathers:
+            sums[Sum.BACKWARD_EACH] += forward[0]
+            sums[Sum.HOST] += forward[1]
+
+    def _moved(self, cut: TensorCut, stored: Sharding, want: Sharding, gathered_bytes: float) -> _BucketShare:
+        key = cut, stored, want, gathered_bytes
+        found = self.moved.get(key)
+        if found is None:
+            there, back = ways = self._ways_of(cut, stored, want)
+            gathers, share = any(leg.kind == "all_gather" for leg, _ in there), 1.0
+            if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
+                limit = min(float(BUCKET_BYTES), gathered_bytes if gathers else max(LEAST_BYTES, self.total / BUCKETS))
+                share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
+            found = self.moved[key] = _BucketShare(self._sent(there, share), self._sent(back, share), gathers)
+        return found
+
+    def _ways_of(self, cut: TensorCut, stored: Sharding, want: Sharding) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
+        there = cut.steps(self.routes, stored.value, want.value)
+        back = cut.steps(self.routes, want.gradient.value, stored.gradient.value) if cut.trained else ()
+        assert there is not None, "parameters are stored in full"
+        assert back is not None, "parameters are stored in full"
+        return tuple((leg, cut.itemsize) for leg in there), tuple((leg, cut.reduced) for leg in back)
+
+    def _sent(self, way: tuple[_Sent, ...], share: float) -> tuple[float, float]:
+        """Return link and host seconds of a share of a bucket."""
+        seconds = host = 0.0
+        for leg, itemsize in way if share else ():
+            cost = self.costs.bucket_step(leg, leg.numel * itemsize / share)
+            seconds, host = seconds + share * cost.seconds, host + share * cost.host_seconds
+        return seconds, host
+
+    def add_accumulated(self, sums: Floats, size: float) -> None:
+        """Add what it takes to add a gradient, of so many bytes read and written, to that of earlier micro-batches."""
+        prices = self.setting.prices
+        seconds = seconds_of_bytes(size, prices.device)
+        sums[Sum.DEVICE] += seconds
+        sums[Sum.BACKWARD_ROOM] += seconds
+        sums[Sum.HOST] += prices.launch if size else 0.0
+
+    def add_casts(self, tensor: NamedTensor, sums: Floats, held: StorageOption, want: Sharding) -> None:
+        """Add the casts of a parameter to the dtype of the compute, and of its gradient."""
+        prices, trains = self.setting.prices, tensor.requires_grad and self.setting.trains
+        size = prices.cast_bytes(tensor.name, held.layout)
+        self._add_cast(sums, size, Sum.FORWARD_ROOM, held.lasting)
+        if size and want.splits == held.layout.splits:
+            # Autograd saves the copy.
+            sums[Sum.KEPT_GIB] += self.setting.stored_share * self.gib(TensorCut.of(tensor, self.setting), want)
+        if not trains:
+            return
+        deferred = held.defers(want)
+        summed = self.setting.options.micro_batches > 1 and deferred
+        size = prices.gradient_cast_bytes(tensor.name, want, held.layout, summed)
+        self._add_cast(sums, size, Sum.BACKWARD_ROOM, deferred)
+        if held.again:
+            self._add_cast(sums, prices.cast_bytes(tensor.name, held.layout), Sum.BACKWARD_ROOM, once=False)
+
+    def _add_cast(self, sums: Floats, size: float, room: Sum, once: bool) -> None:
+        prices = self.setting.prices
+        seconds = seconds_of_bytes(size, prices.device)
+        if once:
+            sums[Sum.FORWARD_ONCE if room is Sum.FORWARD_ROOM else Sum.BACKWARD_ONCE] += seconds
+        elif size:
+            sums[[Sum.DEVICE, room]] += seconds
+            sums[Sum.HOST] += prices.launch
+
+
+def kept_early(produced: Sharding, wanted: Sharding, size: Callable[[Sharding], float]) -> bool:
+    """Return whether a value is kept as its only user takes it, and not as it is produced.
+
+    Partial sums are: added up they are no larger, and whoever computes the user once more need not add them up again.
+    """
+    return produced.sums_to(wanted) and size(wanted) <= size(produced)
+
+
+def block_of(name: str) -> str:
+    """Return the layer that a parameter is of, as buckets see it."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return found[1] if found else ""
+
+
+# An array for each sum, all of one shape; absent sums are zero.
