@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.cost.pipeline import PartCosts, run_orders
+from autopar.cost.order_times import PartCosts, run_orders
 from autopar.lowering.collectives.stage_messages import MessageExchange
 from autopar.lowering.modules import pipeline_loop
 from autopar.sharding.schedules import BackwardHalf, StageMessage, StageTask, TaskKind, orders
@@ -139,8 +139,8 @@ def bubble(step: Callable[[], None], schedule: Any, micro_batches: int, ranks: i
         span = max(trace.tasks[-1].end for trace in stages) - min(begins)
         measured = 1 - max(sum(one.busy for one in trace.tasks) for trace in stages) / span
         parts = [replace(part_costs(trace.tasks, micro_batches), send_seconds=send) for trace in stages]
-        finished, busy, _ = run_orders(parts, plan, [0.0] * ranks, sends_wait=False)
-        found.append((span, Idle(measured, 1 - max(busy) / max(finished))))
+        ran = run_orders(parts, plan, [0.0] * ranks, sends_wait=False)
+        found.append((span, Idle(measured, 1 - max(ran.busy) / max(ran.finished))))
     return min(found)[1]
 
 

@@ -16,7 +16,7 @@ from autopar.sharding.options import Recompute, sum_dtype
 from autopar.sharding.pipelining import late_weights
 from autopar.sharding.recompute import RecomputeRegion, layered, reading, recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan, insert_reshards
-from autopar.sharding.schedules import StageTask, orders
+from autopar.sharding.schedules import StageOrders, orders
 from autopar.sharding.sharding import Sharding
 from autopar.sharding.shares import marked_for
 from autopar.sharding.time_slice import gathered_once, slice_in_time
@@ -241,7 +241,7 @@ class LoweredStep:
         return recomputed_ops(self.graph, self._regions)
 
     @cached_property
-    def tasks(self) -> tuple[tuple[StageTask, ...], ...]:
+    def tasks(self) -> StageOrders:
         """Return the tasks of each stage of a pipeline, in order."""
         one = self.plan.assignment.pipelining
         assert one is not None, "a pipeline has stages"

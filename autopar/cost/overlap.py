@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,21 +77,22 @@ class StageTraffic:
     beside it. Reductions of a chunk begin in its last backward. A stage that waits leaves all its time to them.
     """
 
-    def __init__(self, chunks: Sequence[ChunkTraffic], order: Sequence[StageTask], occupied: float) -> None:
+    def __init__(self, chunks: Sequence[ChunkTraffic], occupied: float) -> None:
         self.chunks, self.occupied = chunks, occupied
-        last = {task.chunk: task for task in order if task.kind is TaskKind.BACKWARD}
-        self.closing: Mapping[StageTask, int] = {task: chunk for chunk, task in last.items()}
         self.queue = deque(_Pending("gathers", i, one.gathers) for i, one in enumerate(chunks) if one.gathers)
         self.now = 0.0
         self.ran: list[TrafficTime] = []
         # Seconds by which tasks took longer.
         self.added_seconds = 0.0
 
-    def added(self, task: StageTask, start: float, seconds: float) -> float:
-        """Return by how much a task takes longer that begins at a time and takes some seconds."""
+    def added(self, task: StageTask, start: float, seconds: float, is_last: bool) -> float:
+        """Return by how much a task takes longer that begins at a time and takes some seconds.
+
+        `is_last`: it is the last backward of its chunk. Tasks may be left out while nothing is in the queue.
+        """
         self._send(start, start - self.now)
         chunk = self.chunks[task.chunk]
-        if self.closing.get(task) == task.chunk and chunk.reductions:
+        if is_last and chunk.reductions:
             self.queue.append(_Pending("reductions", task.chunk, chunk.reductions))
         self.now = max(self.now, start)
         end = start + seconds

@@ -9,7 +9,6 @@ stage puts off the gradients of weights, and keeps their operands.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,9 +18,10 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.network import Network
+from autopar.cost.order_times import OrderTimes, PartCosts, run_orders
 from autopar.cost.overlap import ChunkTraffic, OverlapCost, StageTraffic
 from autopar.cost.unequal_devices import with_slowest_links
-from autopar.sharding.schedules import BackwardHalf, Schedule, StageTask, TaskKind, orders
+from autopar.sharding.schedules import BackwardHalf, Schedule, StageOrders, StageTask, TaskKind, orders
 
 
 @dataclass(frozen=True)
@@ -39,44 +39,6 @@ class StageCosts:
     # Of the backward, the gradients of weights that `zero_bubble` puts off, and the operands kept for them.
     late_seconds: float = 0.0
     late_bytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class PartCosts:
-    """Time of one part of the model for one micro-batch."""
-
-    forward_seconds: float
-    backward_seconds: float
-    # Sending activations to the next part, or their gradient to the one before.
-    send_seconds: float = 0.0
-    # Of the backward, the gradients of weights that `zero_bubble` puts off.
-    late_seconds: float = 0.0
-
-    def seconds(self, task: StageTask) -> float:
-        """Return the time of a task."""
-        if task.kind is TaskKind.FORWARD:
-            return self.forward_seconds
-        if task.half is BackwardHalf.WEIGHTS:
-            return self.late_seconds
-        return self.backward_seconds - (self.late_seconds if task.half is BackwardHalf.INPUTS else 0.0)
-
-
-class TaskTime(NamedTuple):
-    """Forward or backward of one part for one micro-batch, with its begin and end."""
-
-    stage: int
-    task: StageTask
-    start_seconds: float
-    end_seconds: float
-
-
-class OrderTimes(NamedTuple):
-    """Times of the tasks of all stages."""
-
-    # By stage: the end of its last task, and the time that it works.
-    finished: tuple[float, ...]
-    busy: tuple[float, ...]
-    tasks: tuple[TaskTime, ...]
 
 
 @dataclass(frozen=True)
@@ -113,12 +75,12 @@ def pipeline(
         for _ in range(chunks)
         for stage in stages
     ]
-    finished, busy, _ = run_orders(parts, plan, [0.0] * len(stages), sends_wait=True)
+    ran = run_orders(parts, plan, [0.0] * len(stages), sends_wait=True)
     memory = tuple(
         stage.resident_bytes + most_kept(order, chunks, stage.activation_bytes, stage.late_bytes)
         for stage, order in zip(stages, plan, strict=True)
     )
-    return PipelineCosts(max(finished), busy, finished, most_in_flight(plan, chunks), memory)
+    return PipelineCosts(max(ran.finished), ran.busy, ran.finished, most_in_flight(plan, chunks), memory)
 
 
 def most_in_flight(plan: Sequence[Sequence[StageTask]], chunks: int) -> tuple[float, ...]:
@@ -135,127 +97,6 @@ def most_kept(order: Iterable[StageTask], chunks: int, activation_bytes: float, 
     changes[BackwardHalf.WEIGHTS] = -late_bytes
     kept = (activation_bytes if task.kind is TaskKind.FORWARD else changes[task.half] for task in order)
     return max(accumulate(kept)) / chunks
-
-
-def run_orders(
-    parts: Sequence[PartCosts],
-    plan: Sequence[Sequence[StageTask]],
-    begins: Sequence[float],
-    sends_wait: bool,
-    core_fraction: float = 1.0,
-    traffic: Sequence[StageTraffic] = (),
-) -> OrderTimes:
-    """Return the times of all tasks; each stage runs until an input is missing.
-
-    A stage begins at its second of `begins`. With `sends_wait` it does not compute while it sends. Where stages share
-    cores, the seconds of the parts are those while all stages compute; fewer of them compute faster. `traffic` of each
-    stage makes its tasks longer, where stages have cores of their own.
-    """
-    if core_fraction < 1.0:
-        return run_on_shared_cores(parts, plan, begins, core_fraction)
-    stages, chunks = len(plan), len(parts) // len(plan)
-    # By stage: whether a forward waits for its input or a backward for its gradient, micro-batch and chunk.
-    arrived: dict[tuple[int, TaskKind, int, int], float] = {}
-    clock, busy = list(begins), [0.0] * stages
-    place = [0] * stages
-    ran: list[TaskTime] = []
-    waiting = list(range(stages))
-    while waiting:
-        stage = waiting.pop()
-        order = plan[stage]
-        while place[stage] < len(order):
-            task = order[place[stage]]
-            ready = arrived.pop((stage, task.kind, task.micro_batch, task.chunk), None) if _waits(stage, task) else 0.0
-            if ready is None:
-                break
-            part = parts[task.chunk * stages + stage]
-            follower = _follower(stage, task, stages, chunks)
-            sends = follower is not None and follower[0] != stage
-            send = part.send_seconds if sends else 0.0
-            seconds = part.seconds(task) + (send if sends_wait else 0.0)
-            start = max(clock[stage], ready)
-            clock[stage] = start + seconds + (traffic[stage].added(task, start, seconds) if traffic else 0.0)
-            ran.append(TaskTime(stage, task, start, clock[stage]))
-            busy[stage] += seconds
-            place[stage] += 1
-            if follower is not None:
-                arrived[follower] = clock[stage] + (0.0 if sends_wait else send)
-                if sends:
-                    waiting.append(follower[0])
-    stuck = [stage for stage in range(stages) if place[stage] < len(plan[stage])]
-    assert not stuck, f"deadlock: stages {stuck} wait for inputs that no task sends"
-    return OrderTimes(tuple(clock), tuple(busy), tuple(ran))
-
-
-def run_on_shared_cores(
-    parts: Sequence[PartCosts], plan: Sequence[Sequence[StageTask]], begins: Sequence[float], core_fraction: float
-) -> OrderTimes:
-    """Return the times of all tasks of stages that share cores, with sends beside the compute.
-
-    The stages that compute divide the cores among them, and no stage has more than one core for each of its devices.
-    """
-    stages, chunks = len(plan), len(parts) // len(plan)
-    arrived: dict[tuple[int, TaskKind, int, int], float] = {}
-    clock, busy, place = list(begins), [0.0] * stages, [0] * stages
-    # By stage that computes: begin of its task, and the seconds that are left of it while all compute.
-    running: dict[int, tuple[float, float]] = {}
-    ran: list[TaskTime] = []
-    now = 0.0
-    while True:
-        begin = math.inf
-        for stage in (stage for stage in range(stages) if stage not in running and place[stage] < len(plan[stage])):
-            task = plan[stage][place[stage]]
-            ready = arrived.get((stage, task.kind, task.micro_batch, task.chunk)) if _waits(stage, task) else 0.0
-            start = math.inf if ready is None else max(clock[stage], ready)
-            if start <= now:
-                running[stage] = now, parts[task.chunk * stages + stage].seconds(task)
-            else:
-                begin = min(begin, start)
-        if not running and math.isinf(begin):
-            break
-        speed = min(1.0 / core_fraction, stages / max(1, len(running)))
-        end = min((now + left / speed for _, left in running.values()), default=math.inf)
-        then = min(begin, end)
-        for stage, (start, left) in [*running.items()]:
-            rest = left - speed * (then - now)
-            if now + left / speed > then:
-                running[stage] = start, rest
-                continue
-            del running[stage]
-            task = plan[stage][place[stage]]
-            ran.append(TaskTime(stage, task, start, then))
-            busy[stage] += then - start
-            clock[stage] = then
-            place[stage] += 1
-            follower = _follower(stage, task, stages, chunks)
-            if follower is not None:
-                send = parts[task.chunk * stages + stage].send_seconds if follower[0] != stage else 0.0
-                arrived[follower] = then + send
-        now = then
-    stuck = [stage for stage in range(stages) if place[stage] < len(plan[stage])]
-    assert not stuck, f"deadlock: stages {stuck} wait for inputs that no task sends"
-    return OrderTimes(tuple(clock), tuple(busy), tuple(ran))
-
-
-def _waits(stage: int, task: StageTask) -> bool:
-    """Return whether a task waits for another one.
-
-    The first chunk of the first stage takes the inputs of the step, a put-off gradient what the stage keeps.
-    """
-    from_input = task.kind is TaskKind.FORWARD and stage == 0 and task.chunk == 0
-    return not from_input and task.half is not BackwardHalf.WEIGHTS
-
-
-def _follower(stage: int, task: StageTask, stages: int, chunks: int) -> tuple[int, TaskKind, int, int] | None:
-    """Return the stage, kind, micro-batch and chunk of the task that needs the result of a task, if there is one."""
-    part = task.chunk * stages + stage
-    if task.kind is TaskKind.FORWARD:
-        if part + 1 == stages * chunks:
-            return stage, TaskKind.BACKWARD, task.micro_batch, task.chunk
-        return (part + 1) % stages, TaskKind.FORWARD, task.micro_batch, (part + 1) // stages
-    if part == 0 or task.half is BackwardHalf.WEIGHTS:
-        return None
-    return (part - 1) % stages, TaskKind.BACKWARD, task.micro_batch, (part - 1) // stages
 
 
 # -- stages of a plan -------------------------------------------------------------------------------------------------
@@ -383,7 +224,7 @@ def step_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) 
 def run_stages(
     times: Sequence[PartTimes],
     sends: Sequence[float],
-    plan: Sequence[Sequence[StageTask]],
+    plan: StageOrders,
     cluster: Cluster,
     tied: Sequence[TiedSend] = (),
 ) -> StepTimes:
@@ -399,8 +240,7 @@ def run_stages(
         sending[one.source] += one.seconds
         begins[one.target] = max(begins[one.target], sending[one.source])
     occupied, cores = OverlapCost.of(cluster).occupied, cluster.device.core_fraction
-    pairs = zip(own, plan, strict=True)
-    traffic = tuple(StageTraffic([times[part].traffic for part in mine], order, occupied) for mine, order in pairs)
+    traffic = tuple(StageTraffic([times[part].traffic for part in mine], occupied) for mine in own)
     last = [sum(times[part].last for part in mine) for mine in own]
     if cores < 1.0:
         # What sends takes cores of what computes: nothing is hidden.

@@ -34,9 +34,9 @@ from autopar.sharding.schedules import Schedule
 from autopar.sharding.time_slice import propagate_plan, step_plan
 from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
-from autopar.solver.shapes import ShapeSearch
+from autopar.solver.shapes import PricedShape, ShapeSearch
 from autopar.solver.solve import SolvedPlan, check_in_time
-from autopar.solver.staged_plan import staged_plan
+from autopar.solver.staged_plan import staged_plan, with_bound
 
 __all__ = [
     "PlanRequest",
@@ -173,27 +173,31 @@ def _proposed(
     limit = request.limit_bytes(cluster, None)
     options = request.options_on(Mesh("dp=1"))
     search = ShapeSearch.of(graph, cluster, options, devices, limit, began + request.time_limit / 2)
+    if search is None:
+        return None
     best: Plan | None = None
-    for priced in () if search is None else search.promising():
-        assert search is not None, "it has shapes"
+    staged: tuple[PricedShape, SolvedPlan] | None = None
+    beat = math.inf
+    for priced in search.promising():
         left = max(1.0, began + request.time_limit - time.monotonic())
-        mesh = Mesh(",".join(f"{axis}={size}" for axis, size in priced.shape.mesh.items()))
-        beat = math.inf if best is None else best.step_seconds
         try:
-            if priced.shape.stages == 1:
-                count = priced.shape.count
-                layout = Layout((MicroBatches(count),)) if count > 1 else None
-                found = _in_micro_batches(graph, mesh, layout, request, progress, left, beat)
-            else:
+            if priced.shape.stages > 1:
                 solved = staged_plan(search, priced)
-                if solved is None:
-                    continue
-                found = _plan_of(graph, solved, mesh, cluster, limit)
+                if solved is not None and solved.costs.step_seconds < beat:
+                    staged, beat = (priced, solved), solved.costs.step_seconds
+                continue
+            count = priced.shape.count
+            layout = Layout((MicroBatches(count),)) if count > 1 else None
+            found = _in_micro_batches(graph, _mesh_of(priced), layout, request, progress, left, beat)
         except (NoFeasiblePlan, LayoutError):
             continue
-        if best is None or found.step_seconds < best.step_seconds:
-            best = replace(found, within_layout=False)
-    return best
+        if found.step_seconds < beat:
+            best, staged, beat = replace(found, within_layout=False), None, found.step_seconds
+    return best if staged is None else _plan_of(graph, with_bound(search, *staged), _mesh_of(staged[0]), cluster, limit)
+
+
+def _mesh_of(priced: PricedShape) -> Mesh:
+    return Mesh(",".join(f"{axis}={size}" for axis, size in priced.shape.mesh.items()))
 
 
 def _with_open_micro(graph: NamedGraph, meshes: Sequence[Mesh], layout: str | Path | Layout | None) -> Layout | None:

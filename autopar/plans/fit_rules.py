@@ -11,7 +11,7 @@ most are added.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import LayoutError
@@ -224,11 +224,27 @@ class _RuleFitter:
         """Add blocks one at a time while each saves enough pins."""
         while len(self.scoped) < MOST_BLOCKS:
             wrong = [kind for kind in self.kinds if not self._fits(kind, self.places, self.stored)]
-            blocks = dict.fromkeys((*self._scoped(wrong, options), *self._storing(wrong)))
-            best = min(blocks, key=self._gain, default=None)
-            if best is None or self._gain(best) > -LEAST_GAIN:
+            best = self._best_block(wrong, dict.fromkeys((*self._scoped(wrong, options), *self._storing(wrong))))
+            if best is None:
                 return
             self.scoped = (*self.scoped, best)
+
+    def _best_block(self, wrong: Sequence[_TensorClass], blocks: Iterable[Block]) -> Block | None:
+        """Return the block that saves most pins, the first of equal ones; None if none saves enough."""
+        # A block rights no more kinds than are wrong now.
+        most = {block: sum(kind.weight for kind in wrong if self._is_about(block, kind)) for block in blocks}
+        best, least = None, -LEAST_GAIN
+        for place, block in sorted(enumerate(most), key=lambda one: (-most[one[1]], one[0])):
+            if -most[block] > least:
+                break
+            gain = self._gain(block)
+            if gain < least or (gain == least and (best is None or place < best[0])):
+                best, least = (place, block), gain
+        return None if best is None else best[1]
+
+    @staticmethod
+    def _is_about(block: Block, kind: _TensorClass) -> bool:
+        return set(block.scopes[0].dims) <= kind.dims
 
     def _scoped(self, wrong: Iterable[_TensorClass], options: Mapping[str, list[TensorPattern]]) -> Iterator[Block]:
         for kind in wrong:
@@ -250,7 +266,7 @@ class _RuleFitter:
 
     def _gain(self, block: Block) -> float:
         """Return the change of the number of wrong kinds that a block causes; negative is better."""
-        about = [kind for kind in self.kinds if set(block.scopes[0].dims) <= kind.dims]
+        about = [kind for kind in self.kinds if self._is_about(block, kind)]
         before = self._price(about, self.places, self.stored)
         kept = self.scoped
         self.scoped = (*kept, block)
@@ -319,7 +335,7 @@ class _RuleFitter:
     def _fits(self, kind: _TensorClass, places: Mapping[str, TensorPattern], stored: Stored | None) -> bool:
         own = {dim: place for dim, place in places.items() if dim in kind.dims}
         block = stored if len(kind.entry.roles) > 1 else None
-        scoped = tuple(one for one in self.scoped if set(one.scopes[0].dims) <= kind.dims)
+        scoped = tuple(one for one in self.scoped if self._is_about(one, kind))
         key = id(kind), tuple(own.items()), block, scoped
         if key not in self.judged:
             layout = Layout((*self._statements(own, block), *scoped))

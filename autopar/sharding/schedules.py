@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, IntEnum
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, get_args
 
 __all__ = [
@@ -29,8 +30,11 @@ __all__ = [
     "Route",
     "Schedule",
     "StageMessage",
+    "StageOrders",
     "StageTask",
     "TaskKind",
+    "Turn",
+    "Work",
     "orders",
     "stage_program",
 ]
@@ -60,9 +64,103 @@ class StageTask:
     half: BackwardHalf | None = None
 
 
+class Work(IntEnum):
+    """Work of a task."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    INPUTS = 2
+    WEIGHTS = 3
+
+
+class Turn(NamedTuple):
+    """Task in a row of all stages' tasks, in which each stands behind the task whose result it takes."""
+
+    stage: int
+    task: StageTask
+    part: int
+    work: Work
+    # Place of the task whose result it takes, -1 if there is none, and its part if that is on another stage, else -1.
+    source: int
+    sender: int
+    # The last backward of its chunk on its stage.
+    is_last: bool
+
+
+class StageOrders(tuple[tuple[StageTask, ...], ...]):
+    """Tasks of each stage, in order."""
+
+    @cached_property
+    def turns(self) -> tuple[Turn, ...]:
+        """Return the tasks of all stages in one row."""
+        stages = len(self)
+        chunks = 1 + max(task.chunk for task in self[0])
+        last = [{task.chunk: i for i, task in enumerate(order) if task.kind is TaskKind.BACKWARD} for order in self]
+        # By the task that takes it: place and part of what makes a result.
+        made: dict[tuple[int, TaskKind, int, int], tuple[int, int]] = {}
+        found: list[Turn] = []
+        place, waiting = [0] * stages, list(range(stages))
+        while waiting:
+            stage = waiting.pop()
+            order = self[stage]
+            while place[stage] < len(order):
+                task = order[place[stage]]
+                taken = (
+                    made.pop((stage, task.kind, task.micro_batch, task.chunk), None) if _takes(stage, task) else _INPUT
+                )
+                if taken is None:
+                    break
+                source, maker = taken
+                part = task.chunk * stages + stage
+                sender = maker if source >= 0 and maker % stages != stage else -1
+                is_last = last[stage].get(task.chunk) == place[stage]
+                follower = _follower(stage, task, stages, chunks)
+                if follower is not None:
+                    made[follower] = len(found), part
+                    if follower[0] != stage:
+                        waiting.append(follower[0])
+                found.append(Turn(stage, task, part, _work(task), source, sender, is_last))
+                place[stage] += 1
+        stuck = [stage for stage in range(stages) if place[stage] < len(self[stage])]
+        assert not stuck, f"deadlock: stages {stuck} wait for inputs that no task sends"
+        return tuple(found)
+
+
+# Neither place nor part: an input of the step.
+_INPUT = (-1, -1)
+
+
+def _work(task: StageTask) -> Work:
+    if task.kind is TaskKind.FORWARD:
+        return Work.FORWARD
+    return {None: Work.BACKWARD, BackwardHalf.INPUTS: Work.INPUTS, BackwardHalf.WEIGHTS: Work.WEIGHTS}[task.half]
+
+
+def _takes(stage: int, task: StageTask) -> bool:
+    """Return whether a task takes the result of another one.
+
+    The first chunk of the first stage takes the inputs of the step, a put-off gradient what the stage keeps.
+    """
+    from_input = task.kind is TaskKind.FORWARD and stage == 0 and task.chunk == 0
+    return not from_input and task.half is not BackwardHalf.WEIGHTS
+
+
+def _follower(stage: int, task: StageTask, stages: int, chunks: int) -> tuple[int, TaskKind, int, int] | None:
+    """Return the stage, kind, micro-batch and chunk of the task that takes the result of a task, if there is one."""
+    part = task.chunk * stages + stage
+    if task.kind is TaskKind.FORWARD:
+        if part + 1 == stages * chunks:
+            return stage, TaskKind.BACKWARD, task.micro_batch, task.chunk
+        return (part + 1) % stages, TaskKind.FORWARD, task.micro_batch, (part + 1) // stages
+    if part == 0 or task.half is BackwardHalf.WEIGHTS:
+        return None
+    return (part - 1) % stages, TaskKind.BACKWARD, task.micro_batch, (part - 1) // stages
+
+
+@lru_cache(maxsize=64)
 def orders(
     stages: int, micro_batches: int, schedule: Schedule, chunks: int = 1, more: int = 0, halves: bool = False
-) -> tuple[tuple[StageTask, ...], ...]:
+) -> StageOrders:
     """Return the tasks of each stage, in order; `more` micro-batches are in flight beyond those of the schedule.
 
     With `halves` the backwards of `zero_bubble` are in two halves. Without, they are whole, as in `1f1b`.
@@ -83,7 +181,7 @@ def orders(
             order += [forward, backward]
         order += backwards[count - ahead :]
         found.append(tuple(_halved(order, stage)) if halves and schedule == "zero_bubble" else tuple(order))
-    return tuple(found)
+    return StageOrders(found)
 
 
 def _halved(order: list[StageTask], put_off: int) -> Iterator[StageTask]:

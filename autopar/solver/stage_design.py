@@ -12,7 +12,7 @@ import numpy as np
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.overlap import ChunkTraffic
 from autopar.cost.pipeline import PartTimes, most_kept, run_stages
-from autopar.sharding.schedules import Schedule, StageTask, orders
+from autopar.sharding.schedules import Schedule, StageOrders, orders
 from autopar.sharding.stage_cuts import balanced
 from autopar.solver import Floats, Ints
 from autopar.solver.model.recompute_variables import STATES
@@ -152,7 +152,7 @@ def _seconds(
     starts: Sequence[int],
     stages: int,
     modes: Ints,
-    every: Sequence[Sequence[StageTask]],
+    every: StageOrders,
     count: int,
     send_seconds: Floats,
 ) -> float:

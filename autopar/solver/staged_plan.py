@@ -31,7 +31,7 @@ from autopar.solver.solve import SolvedPlan, check_in_time
 from autopar.solver.stage_design import StageDesign, design_stages
 from autopar.solver.stages import least_shares
 
-__all__ = ["staged_plan"]
+__all__ = ["staged_plan", "with_bound"]
 
 # Designs that are priced: the first one tells how far the memory of each stage is off.
 MOST_DESIGNS = 3
@@ -40,17 +40,11 @@ PRECISION = 1e-2
 
 
 def staged_plan(search: ShapeSearch, priced: PricedShape) -> SolvedPlan | None:
-    """Return the plan of a shape with stages, priced and with a bound; None if its stages do not fit."""
+    """Return the plan of a shape with stages, priced and without a bound; None if its stages do not fit."""
     began = time.monotonic()
     shape, design = priced.shape, priced.design
-    micro = MicroBatches(shape.count, "batch")
-    setting = PlanningProblem.of(
-        slice_in_time(search.graph, micro),
-        SubMesh(shape.axes),
-        search.cluster,
-        replace(search.options, micro_batches=shape.count),
-        MicroBatchedCall(search.graph, micro),
-    )
+    micro = MicroBatches(shape.count)
+    setting = _setting(search, priced)
     incumbent = Incumbent(setting, search.limit, began, None, BoundLayout(setting.graph, Layout(()), setting.axes))
     limits = [search.limit] * shape.stages
     # All designs have one schedule.
@@ -73,8 +67,20 @@ def staged_plan(search: ShapeSearch, priced: PricedShape) -> SolvedPlan | None:
         design = again
     if incumbent.plan is None or incumbent.costs is None:
         return None
-    bound = min(_bound(setting, incumbent.plan, search.limit), incumbent.seconds)
-    return SolvedPlan(incumbent.plan, incumbent.costs, bound, time.monotonic() - began, "search", 0, 0)
+    return SolvedPlan(incumbent.plan, incumbent.costs, 0.0, time.monotonic() - began, "search", 0, 0)
+
+
+def with_bound(search: ShapeSearch, priced: PricedShape, solved: SolvedPlan) -> SolvedPlan:
+    """Return a plan of a shape with its bound."""
+    bound = _bound(_setting(search, priced), solved.plan, search.limit)
+    return replace(solved, bound_seconds=min(bound, solved.costs.step_seconds))
+
+
+def _setting(search: ShapeSearch, priced: PricedShape) -> PlanningProblem:
+    micro, options = MicroBatches(priced.shape.count), replace(search.options, micro_batches=priced.shape.count)
+    call = MicroBatchedCall(search.graph, micro)
+    sliced = slice_in_time(search.graph, micro)
+    return PlanningProblem.of(sliced, SubMesh(priced.shape.axes), search.cluster, options, call)
 
 
 def _whole_plan(search: ShapeSearch, priced: PricedShape, design: StageDesign, micro: MicroBatches) -> StepPlan | None:

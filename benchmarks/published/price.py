@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.cost.evaluate import OverlapCost
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.network import Network
+from autopar.cost.overlap import OverlapCost
 from autopar.cost.pipeline import StageCosts, pipeline
 from autopar.submesh import SubMesh
 from benchmarks.published.parts import Amounts, Parts, parts_of

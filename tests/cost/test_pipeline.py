@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cost.pipeline import PartCosts, StageCosts, pipeline, run_on_shared_cores, run_orders
+from autopar.cost.order_times import PartCosts, run_on_shared_cores, run_orders
+from autopar.cost.pipeline import StageCosts, pipeline
 from autopar.sharding.schedules import Schedule, TaskKind, orders
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 8), (4, 4), (4, 3), (8, 32)]

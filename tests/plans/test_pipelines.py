@@ -17,7 +17,7 @@ import autopar
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.memory.peak import check_memory, memory, memory_over_time
 from autopar.cost.network import Network
-from autopar.cost.pipeline import PartCosts, run_orders
+from autopar.cost.order_times import PartCosts, run_orders
 from autopar.errors import LayoutError
 from autopar.lowering.emit import emit
 from autopar.lowering.modules.bucket import ParameterHandling
@@ -296,7 +296,8 @@ def test_a_limit_is_that_of_the_fullest_stage() -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_send_delays_what_follows_it(waits: bool) -> None:
     parts = [PartCosts(1.0, 2.0, 0.25), PartCosts(1.0, 2.0, 0.25)]
-    finished, busy, _ = run_orders(parts, orders(2, 1, "1f1b"), [0.5, 0.0], waits)
+    ran = run_orders(parts, orders(2, 1, "1f1b"), [0.5, 0.0], waits)
+    finished, busy = ran.finished, ran.busy
     assert finished[0] == pytest.approx(0.5 + 1.0 + 0.25 + 3.0 + 0.25 + 2.0)
     assert busy == pytest.approx((3.25, 3.25) if waits else (3.0, 3.0))
 
@@ -306,7 +307,8 @@ def test_unequal_parts(schedule: Schedule) -> None:
     """The longest part bounds the step from below, all parts in a row bound it too."""
     chunks = 2 if schedule == "interleaved" else 1
     parts = [PartCosts(1.0 + 0.5 * place, 2.0 + place) for place in range(3 * chunks)]
-    finished, busy, _ = run_orders(parts, orders(3, 6, schedule, chunks), [0.0] * 3, sends_wait=False)
+    ran = run_orders(parts, orders(3, 6, schedule, chunks), [0.0] * 3, sends_wait=False)
+    finished, busy = ran.finished, ran.busy
     assert max(finished) >= max(busy)
     assert max(finished) >= sum(part.forward_seconds + part.backward_seconds for part in parts)
     for stage in range(3):
