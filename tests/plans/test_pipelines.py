@@ -26,6 +26,7 @@ from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.plans.find import PlanRequest, plan_graph, plan_under_layout
 from autopar.plans.open_mesh import meshes_of
 from autopar.plans.strategies import price_strategies
+from autopar.plans.views.summary import side_by_side
 from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.layout.syntax import CutStatement, MicroBatches, PipelineStatement
 from autopar.sharding.options import TrainingOptions
@@ -485,7 +486,16 @@ def test_the_summary_names_axes_that_do_nothing(mesh: str, layout: str, note: st
     assert "".join(line.partition("note")[2].strip() for line in summary.splitlines() if "  note " in line) == note
     if "pipeline" in layout:
         assert "from stage to stage of pp" in plan.text
+        assert "1f1b on pp, 4 micro-batches: stage " in summary
         assert "communication\n  none" not in summary
+
+
+def test_stages_and_micro_batches_stand_side_by_side() -> None:
+    layouts = "micro 8; pipeline pp interleaved(2); * -> none", "micro 4; pipeline pp 1f1b(+1); * -> none", "* -> none"
+    plans = {f"{number}": priced("pp=2", layout) for number, layout in enumerate(layouts)}
+    rows = [line.split() for line in side_by_side(plans).splitlines()]
+    assert ["stages", "2,", "interleaved(2)", "2,", "1f1b(+1)", "-"] in rows
+    assert ["micro-batches", "8", "4", "1"] in rows
 
 
 def test_the_page_shows_the_fullest_stage() -> None:

@@ -12,8 +12,8 @@ from autopar.ir.precision import OWN
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
 from autopar.plans.views.ranks import devices_text, shares_notes, unequal_ranks
+from autopar.plans.views.stages import schedule_rows, stage_table
 from autopar.sharding.layout.drift import print_drift
-from autopar.sharding.pipelining import statements_of
 from autopar.sharding.sharding import ROUTING_IMBALANCE
 
 
@@ -26,7 +26,7 @@ def summary(plan: PlanRecord) -> str:
         _outside(plan),
         _communication(plan),
         _time(plan),
-        _stages(plan),
+        stage_table(plan),
         _replicas(plan),
         unequal_ranks(plan),
         _memory(plan),
@@ -291,26 +291,6 @@ def _time(plan: PlanRecord) -> list[str]:
     return [head, *table(rows, right=(1, 2))]
 
 
-def _stages(plan: PlanRecord) -> list[str]:
-    """Return a row for each stage of a pipeline: what it begins with, its times, its memory."""
-    stages, pipelining = plan.costs.stages, plan.decided.assignment.pipelining
-    if pipelining is None:
-        return []
-    begins = ["", *statements_of(pipelining)[1].before]
-    busiest = max(stages, key=lambda stage: stage.busy_seconds)
-    rows = [("stage", "begins at", "forward", "backward", "busy", "sends", "in flight", "memory")]
-    for number, stage in enumerate(stages):
-        first = ", ".join(begins[part] or "the inputs" for part in stage.parts)
-        busy = percent_text(stage.busy_seconds / (plan.step_seconds or 1.0))
-        times = seconds_text(stage.forward_seconds), seconds_text(stage.backward_seconds), busy
-        # Activations forward, and the gradients of those received backward.
-        sends, size = bytes_text(stage.sent_bytes + stage.received_bytes), bytes_text(stage.memory.peak_bytes)
-        rows.append((f"{number}", first, *times, sends, f"{stage.in_flight:g}", size))
-    bubble = plan.costs.bubble_seconds / (plan.step_seconds or 1.0)
-    head = f"{pipelining.schedule} on {pipelining.axis}: stage {stages.index(busiest)} is the busiest"
-    return [f"{head}, which waits {percent_text(bubble)} of the step", *table(rows, right=(2, 3, 4, 5, 6, 7))]
-
-
 def _replicas(plan: PlanRecord) -> list[str]:
     """Return what replicas that drift send and keep."""
     drift, costs = plan.decided.drift, plan.costs.meetings
@@ -391,8 +371,7 @@ def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
     for name, seconds in waits.items():
         if any(one > 1e-4 * plan.step_seconds for one, plan in zip(seconds, every, strict=True)):
             rows.append((name, *map(seconds_text, seconds)))
-    if any(plan.decided.assignment.pipelining is not None for plan in every):
-        rows.append(("stages", *map(_schedule, every)))
+    rows += schedule_rows(every)
     rows.append(("memory", *(bytes_text(plan.memory_bytes) for plan in every)))
     rows.append(("fits", *("yes" if plan.fits else "no" for plan in every)))
     rows.append(("gap", *(_gap(plan) for plan in every)))
@@ -400,14 +379,6 @@ def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
     for key in dict.fromkeys(key for total in totals for key in total):
         rows.append((key, *(bytes_text(total[key]) if key in total else "-" for total in totals)))
     return rows
-
-
-def _schedule(plan: PlanRecord) -> str:
-    """Return stages, schedule and micro-batches of a plan."""
-    one = plan.decided.assignment.pipelining
-    if one is None:
-        return "-"
-    return f"{one.stages}, {one.schedule}, {plan.decided.options.micro_batches} micro-batches"
 
 
 def _gap(plan: PlanRecord) -> str:

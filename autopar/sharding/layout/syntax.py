@@ -315,6 +315,11 @@ def named_axes(statement: Statement) -> Iterator[tuple[str, SourceSpan | None]]:
 WIDTH = 120
 
 
+def schedule_text(schedule: Schedule, chunks: int, more: int) -> str:
+    """Return a schedule as a layout writes it: `1f1b(+1)`, `interleaved(2)`."""
+    return schedule + (f"({chunks})" if schedule == "interleaved" else f"(+{more})" if more else "")
+
+
 def print_statement(statement: Statement) -> str:
     """Return the text of a statement, without the end of its line."""
     match statement:
@@ -333,8 +338,7 @@ def print_statement(statement: Statement) -> str:
         case CutStatement(axis, ()):
             return f"cut {axis} ?"
         case PipelineStatement(axis, schedule, chunks, more):
-            extra = f"({chunks})" if schedule == "interleaved" else f"(+{more})" if more else ""
-            return f"pipeline {axis} {schedule}{extra}"
+            return f"pipeline {axis} {schedule_text(schedule, chunks, more)}"
         case CutStatement(axis, before):
             return f"cut {axis} before {', '.join(f'@{name}' for name in before)}"
         case PartPin(glob, part):

@@ -1,0 +1,53 @@
+"""Stages of a pipeline, their schedule and the micro-batches of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.plans.format import bytes_text, percent_text, seconds_text, table
+from autopar.plans.record import PlanRecord
+from autopar.sharding.assignment import Pipelining
+from autopar.sharding.layout.syntax import schedule_text
+from autopar.sharding.pipelining import statements_of
+
+__all__ = ["schedule_rows", "stage_table"]
+
+
+def stage_table(plan: PlanRecord) -> list[str]:
+    """Return a row for each stage of a pipeline: what it begins with, its times, its memory."""
+    stages, pipelining = plan.costs.stages, plan.decided.assignment.pipelining
+    if pipelining is None:
+        return []
+    begins = ["", *statements_of(pipelining)[1].before]
+    busiest = max(stages, key=lambda stage: stage.busy_seconds)
+    rows = [("stage", "begins at", "forward", "backward", "busy", "sends", "in flight", "memory")]
+    for number, stage in enumerate(stages):
+        first = ", ".join(begins[part] or "the inputs" for part in stage.parts)
+        busy = percent_text(stage.busy_seconds / (plan.step_seconds or 1.0))
+        times = seconds_text(stage.forward_seconds), seconds_text(stage.backward_seconds), busy
+        # Activations forward, and the gradients of those received backward.
+        sends, size = bytes_text(stage.sent_bytes + stage.received_bytes), bytes_text(stage.memory.peak_bytes)
+        rows.append((f"{number}", first, *times, sends, f"{stage.in_flight:g}", size))
+    bubble = plan.costs.bubble_seconds / (plan.step_seconds or 1.0)
+    assert plan.decided.micro is not None, "stages run micro-batches"
+    head = f"{_schedule_text(pipelining)} on {pipelining.axis}, {plan.decided.micro.count} micro-batches: "
+    head += f"stage {stages.index(busiest)} is the busiest"
+    return [f"{head}, which waits {percent_text(bubble)} of the step", *table(rows, right=(2, 3, 4, 5, 6, 7))]
+
+
+def schedule_rows(plans: Sequence[PlanRecord]) -> list[tuple[str, ...]]:
+    """Return rows with the stages and the micro-batches of plans, where one has some."""
+    rows: list[tuple[str, ...]] = []
+    pipelines = [plan.decided.assignment.pipelining for plan in plans]
+    if any(one is not None for one in pipelines):
+        texts = ("-" if one is None else f"{one.stages}, {_schedule_text(one)}" for one in pipelines)
+        rows.append(("stages", *texts))
+    if any(plan.decided.micro is not None for plan in plans):
+        counts = (1 if plan.decided.micro is None else plan.decided.micro.count for plan in plans)
+        rows.append(("micro-batches", *map(str, counts)))
+    return rows
+
+
+def _schedule_text(pipelining: Pipelining) -> str:
+    """Return the schedule as a layout writes it."""
+    return schedule_text(pipelining.schedule, pipelining.chunks, pipelining.more)
