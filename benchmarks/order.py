@@ -1,26 +1,33 @@
 """Compare the predicted order of strategies with the measured one, on Gloo processes.
 
     python -m benchmarks.order                       # against cost_models/local-cpu.toml
-    autopar calibrate --output here.toml && python -m benchmarks.order --cluster here.toml
+    python -m benchmarks.order --calibrate           # against this machine, measured first
     python -m benchmarks.order --ranks 2 --steps 20 --json
-    python -m benchmarks.order --pipelines           # data, tensor and pipeline parallelism, and pairs of them
+    python -m benchmarks.order --calibrate --pipelines    # data, tensor and pipeline parallelism, and pairs of them
 
 A GPT is trained under each strategy in turn, step by step, so that a machine that drifts drifts for all. A step takes
 as long as its slowest rank, and the median of the faster half counts, as in `autopar calibrate`. Beside it stands what
 `evaluate` says of the same plan, and in how many rounds a strategy was faster than the one below it: where that is
-fewer than three in four, their order is noise.
+fewer than three in four, their order is noise. The load is that of the machine before the first step, without the
+steps themselves: other programs change the order, as they slow down strategies unequally.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import autopar
+from autopar.cli import main as autopar_command
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.sharding.layout.language import choose_layout
@@ -74,6 +81,19 @@ def predicted_seconds(size: str, runs: Mapping[str, Run], cluster: str) -> dict[
     return found
 
 
+@contextmanager
+def cluster_of(name: str, calibrates: bool, ranks: int) -> Iterator[str]:
+    """Yield the cluster to price on: this machine, measured now, or a known one."""
+    if not calibrates:
+        yield name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = str(Path(folder, "here.toml"))
+        if autopar_command(["calibrate", "--processes", f"{ranks}", "--output", found]):
+            sys.exit("the machine could not be measured")
+        yield found
+
+
 # Share of the rounds below which the faster of two is noise.
 SURE = 0.75
 
@@ -88,29 +108,38 @@ def _line(name: str, measured: float, predicted: float, share: float | None) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.order", description=__doc__.split("\n\n")[0])
     parser.add_argument("--cluster", default="local-cpu", help="a name, or a TOML file (default: local-cpu)")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine first, in place of --cluster")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--size", choices=SIZES, action="append", help="default: all")
     parser.add_argument("--pipelines", action="store_true", help="pipelines beside data and tensor parallelism")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    report = {}
-    for size in given.size or SIZES:
-        runs = pipelines(given.ranks, SIZES[size]["batch"]) if given.pipelines else strategies(given.ranks)
-        predicted = predicted_seconds(size, runs, given.cluster)
-        rounds = measured_seconds(partial(gpt, **SIZES[size]), runs, given.ranks, given.steps)
-        measured = {strategy: undisturbed(seconds) for strategy, seconds in rounds.items()}
-        order = sorted(runs, key=lambda name: measured[name])
-        shares = {one: faster_share(rounds[one], rounds[below]) for one, below in pairwise(order)}
-        tau = kendall_tau([Pair(predicted[name], measured[name]) for name in runs])
-        report[size] = {"predicted": predicted, "measured": measured, "faster_than_next": shares, "tau": tau}
-        if not given.json:
-            print(f"{size}, {given.ranks} ranks: tau {tau:.2f}", flush=True)
-            for name in order:
-                print(_line(name, measured[name], predicted[name], shares.get(name)), flush=True)
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    if not given.json:
+        print(f"{given.ranks} ranks on {cores} cores, load {load:.1f}{': too busy to order' if load > cores else ''}")
+    with cluster_of(given.cluster, given.calibrate, given.ranks) as cluster:
+        report = {size: _order(size, cluster, given) for size in given.size or SIZES}
     if given.json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps({"cores": cores, "load": load, **report}, indent=2))
     return 0
+
+
+def _order(size: str, cluster: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Measure and print one size."""
+    runs = pipelines(given.ranks, SIZES[size]["batch"]) if given.pipelines else strategies(given.ranks)
+    predicted = predicted_seconds(size, runs, cluster)
+    rounds = measured_seconds(partial(gpt, **SIZES[size]), runs, given.ranks, given.steps)
+    measured = {strategy: undisturbed(seconds) for strategy, seconds in rounds.items()}
+    order = sorted(runs, key=lambda name: measured[name])
+    shares = {one: faster_share(rounds[one], rounds[below]) for one, below in pairwise(order)}
+    tau = kendall_tau([Pair(predicted[name], measured[name]) for name in runs])
+    found = {"predicted": predicted, "measured": measured, "faster_than_next": shares, "tau": tau}
+    if not given.json:
+        print(f"{size}, {given.ranks} ranks: tau {tau:.2f}", flush=True)
+        for name in order:
+            print(_line(name, measured[name], predicted[name], shares.get(name)), flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Train a small GPT, character by character, on many processes under a layout.
 
     torchrun --nproc-per-node 4 examples/train_gpt.py --layout megatron --mesh dp=2,tp=2
+    torchrun --nproc-per-node 4 examples/train_gpt.py --mesh pp=2,dp=2      # stages: a pipeline
 
 The model and the training loop are those of one process; `autopar.parallelize` is the only line about parallelism.
 `--layout` takes the name of a strategy, a `.lay` file or a layout in text. The model that is trained is a TARGET too:
@@ -49,7 +50,11 @@ def parse() -> argparse.Namespace:
     found.add_argument("--seq", type=int, default=64)
     found.add_argument("--layers", type=int, default=2)
     found.add_argument("--d-model", type=int, default=64)
-    return found.parse_args()
+    found.set_defaults(layout=None)
+    options = found.parse_args()
+    # An axis of stages means a pipeline, unless a layout says more.
+    options.layout = options.layout or ("pipeline" if "pp=" in options.mesh else "ddp")
+    return options
 
 
 if __name__ == "__main__":
