@@ -96,7 +96,7 @@ def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: PlanRequest) ->
     clock.done("search")
     text = plan.text
     clock.done("text")
-    assignment = PlanFilePlanner(text, "<plan>", mesh, None).read(graph, text)
+    graph, assignment = PlanFilePlanner(text, "<plan>", mesh, None).read(graph, text)
     clock.done("text")
     with silent_groups(mesh) as groups:
         clock.last = time.process_time()

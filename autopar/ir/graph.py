@@ -18,7 +18,7 @@ from autopar.ir.analysis.op_memory import Footprint, InternalSave, SavedTensors,
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.ir.exported import Exported
 from autopar.ir.interpreter import TracedModule
-from autopar.ir.values import Dim, NamedNode, NamedTensor
+from autopar.ir.values import Dim, NamedNode, NamedTensor, SequenceFold
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +45,8 @@ class NamedGraph:
     by_share: str = ""
     # Names for dims that the user gave, by tensor: another trace of the model needs them.
     given: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # Order of the sequence between inputs and outputs (autopar/tracing/fold_sequence.py); None for the plain one.
+    fold: SequenceFold | None = None
 
     def coverage(self) -> dict[str, int]:
         """Return the number of ops with a rule of the table, with a discovered rule, and without (replicated)."""
@@ -382,7 +384,8 @@ def _forms(
         outputs = tuple(None if name is None else kinds[name] for name in node.outputs)
         sizes = tuple(node.sizes.items()), tuple(node.atoms.items())
         band = node.attention and node.attention.band
-        return node.op, node.source, node.rule, sizes, operands, outputs, band, passable[node.name], node.by_share
+        kind = node.op, node.source, node.rule, sizes, operands, outputs, band, passable[node.name]
+        return *kind, node.by_share, node.fixed
 
     return {node.name: known.setdefault(form(node), len(known)) for node in nodes}
 

@@ -36,6 +36,16 @@ class AttentionNote:
         return "; ".join(filter(None, (self.mask, self.heads)))
 
 
+class SequenceFold(NamedTuple):
+    """Fold of a dim: it is cut in pieces, and every odd one is reversed."""
+
+    dim: str
+    pieces: int
+
+    def __str__(self) -> str:
+        return f"{self.dim} in {self.pieces} pieces"
+
+
 # Metadata of a node of an exported graph whose rows are routed: the number of groups.
 ROUTED = "routed"
 
@@ -127,3 +137,5 @@ class NamedNode:
     by_share: frozenset[tuple[str, int]] = frozenset()
     # Number of groups of its routed rows; 0 for an op without.
     routed: int = 0
+    # Factors and their atoms that no axis splits: the pieces of a fold.
+    fixed: frozenset[tuple[str, int]] = frozenset()

@@ -14,18 +14,21 @@ import torch
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster, load_cluster, shipped_for
 from autopar.cost.lowered_step import lower_step
-from autopar.cost.memory.peak import memory_limit, size_text
+from autopar.cost.memory.peak import memory_limit
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans import cache
+from autopar.plans.best_order import in_best_order
+from autopar.plans.folded import in_order
 from autopar.plans.plan import Plan
+from autopar.plans.refused import closest_of, in_a_micro_batch, with_all_memory, with_its_line
 from autopar.plans.replicas import replicas_of, with_meetings
 from autopar.plans.unequal import solve_with_shares, with_speeds
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, choose_layout, parse_memory
-from autopar.sharding.layout.source import excerpts, layout_error
+from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Limit, MeshStatement, MicroBatches, OpenMicroBatches
 from autopar.sharding.options import Outputs, TrainingOptions
 from autopar.sharding.pipelining import needs_micro_batches
@@ -154,7 +157,7 @@ def plan_graph(
         if best is None or found.step_seconds < best.step_seconds:
             best = found
     if best is None:
-        closest = _closest(refused)
+        closest = closest_of(refused)
         smaller = _with_open_micro(graph, meshes, layout) if isinstance(closest, NoFeasiblePlan) else None
         if smaller is None:
             raise closest
@@ -278,17 +281,25 @@ def _of_replicas(
     return replace(again, limit_bytes=limit)
 
 
-def _closest(refused: Sequence[tuple[Mesh, AutoparError]]) -> AutoparError:
-    """Return the error to raise when no mesh works: the one that needs the least memory, else the first."""
-    short = [(mesh, error) for mesh, error in refused if isinstance(error, NoFeasiblePlan)]
-    if not short or len(refused) == 1:
-        return refused[0][1]
-    mesh, error = min(short, key=lambda one: math.inf if one[1].least_bytes is None else one[1].least_bytes)
-    what = f"of {len(refused)} meshes, {mesh} comes closest: {error.what}"
-    return NoFeasiblePlan(what, error.least_bytes, error.lines, error.fix)
-
-
 def _on_mesh(
+    graph: NamedGraph,
+    mesh: Mesh,
+    layout: str | Path | Layout | None,
+    request: PlanRequest,
+    progress: Callable[[Progress], None] | None,
+    seconds: float,
+    beat_seconds: float,
+) -> Plan:
+    """Return the best plan on a mesh, in the order of the sequence that the layout states, or in the faster one."""
+    said = None if layout is None else choose_layout(layout, mesh.whole)
+
+    def search(ordered: NamedGraph, seconds: float, beat_seconds: float) -> Plan:
+        return _in_one_order(ordered, mesh, layout, request, progress, seconds, beat_seconds)
+
+    return in_best_order(graph, mesh, said, search, seconds, beat_seconds)
+
+
+def _in_one_order(
     graph: NamedGraph,
     mesh: Mesh,
     layout: str | Path | Layout | None,
@@ -334,11 +345,11 @@ def _on_mesh(
             beat_seconds=beat_seconds,
         )
     except LayoutError as error:
-        raise _in_a_micro_batch(error, said) from None
+        raise in_a_micro_batch(error, said) from None
     except NoFeasiblePlan as error:
-        error = error if given is None else _with_its_line(error, given, limit, cluster)
+        error = error if given is None else with_its_line(error, given, limit, cluster)
         is_usual = limit == PlanRequest().limit_bytes(cluster, None)
-        raise _with_all_memory(error, cluster.device.memory_bytes) if is_usual else error from None
+        raise with_all_memory(error, cluster.device.memory_bytes) if is_usual else error from None
     plan = _plan_of(graph, solved, mesh, cluster, limit, said, within)
     if request.cache:
         cache.keep(key, plan)
@@ -385,33 +396,6 @@ def _check_in_time(graph: NamedGraph, micro: MicroBatches | None, schedule: Sche
     check_in_time(graph, micro, schedule)
 
 
-def _in_a_micro_batch(error: LayoutError, said: Layout | None) -> LayoutError:
-    """Add the number of micro-batches to an error about a dim that axes do not divide: sizes are those of one."""
-    micro = None if said is None else said.micro_batches
-    if micro is None or error.code != "E4":
-        return error
-    what, *rest = str(error).split("\n")
-    return LayoutError("E4", "\n".join((f"{what}, in one of {micro.count} micro-batches", *rest)))
-
-
-def _with_its_line(error: NoFeasiblePlan, given: Layout, limit: int, cluster: Cluster) -> NoFeasiblePlan:
-    """Add the line of the layout that sets the memory limit."""
-    lowest = memory_limit(given, cluster.device.memory_bytes)
-    if error.least_bytes is None or lowest is None or int(lowest[1]) > limit:
-        return error
-    shown = excerpts(lowest[0].span)
-    lines = (*error.lines, "the limit is set here", *shown) if shown else error.lines
-    return NoFeasiblePlan(error.what, error.least_bytes, lines, error.fix)
-
-
-def _with_all_memory(error: NoFeasiblePlan, has_bytes: float) -> NoFeasiblePlan:
-    """Add the fix `memory='100%'`, where the whole memory of a device suffices and the default limit does not."""
-    if error.least_bytes is None or error.least_bytes > has_bytes:
-        return error
-    fix = f"{error.fix}; a device has {size_text(has_bytes)}, and memory='100%', --memory 100%, plans for all of it"
-    return NoFeasiblePlan(error.what, error.least_bytes, error.lines, fix)
-
-
 def _is_limit(statement: object) -> bool:
     return isinstance(statement, Limit) and statement.quantity == "memory"
 
@@ -435,6 +419,7 @@ def plan_under_layout(
     """Return the plan of a layout, completed by propagation and not by search."""
     cluster = request.cluster_value()
     graph, said, mesh, drift = replicas_of(graph, choose_layout(layout, mesh.whole), mesh, cluster)
+    graph = in_order(graph, said)
     said = with_speeds(graph, said, mesh.whole, cluster, mesh.links)
     limit = request.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)

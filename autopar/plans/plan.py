@@ -13,6 +13,7 @@ from autopar.cost.hardware.cluster import Cluster, cluster_names, load_cluster
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.names import did_you_mean
+from autopar.plans.folded import in_order
 from autopar.plans.header import Header, check_model, check_precision, check_whole, read_header
 from autopar.plans.record import PlanRecord
 from autopar.plans.to_layout import retarget
@@ -119,6 +120,7 @@ class Plan(PlanRecord):
         mesh = layout.mesh
         assert mesh is not None, "that of a replica"
         axes = mesh.whole
+        graph = in_order(graph, layout)
         same = header.graph == graph.fingerprint
         # The mesh statement of the file names the links: its head leaves them out.
         options = replace(header.options, links=mesh.links)

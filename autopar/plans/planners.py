@@ -21,6 +21,7 @@ from autopar.ir.precision import Precision
 from autopar.ir.values import NamedTensor
 from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, plan_graph
+from autopar.plans.folded import in_order
 from autopar.plans.header import check_model, check_whole, read_header
 from autopar.plans.to_layout import retarget
 from autopar.plans.unequal import with_speeds
@@ -69,7 +70,7 @@ class LayoutPlanner:
     links: Mapping[str, str] = field(default_factory=dict)
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        return trace(model, inputs, dims=self.dims)
+        return in_order(trace(model, inputs, dims=self.dims), self.layout)
 
     def decide(self, graph: NamedGraph) -> Assignment | str:
         layout = self.layout
@@ -78,7 +79,7 @@ class LayoutPlanner:
             layout = with_speeds(graph, layout, self.axes, self.request.cluster_value(), {})
         return propagate(graph, layout, self.axes)
 
-    def read(self, graph: NamedGraph, text: str) -> Assignment:
+    def read(self, graph: NamedGraph, text: str) -> tuple[NamedGraph, Assignment]:
         raise AssertionError("a layout is completed by the first rank")
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
@@ -153,7 +154,7 @@ class PlanFilePlanner:
         return layout, (self.mesh if drift is None else drift.replica_mesh).whole
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        return trace(model, inputs, dims=self.dims)
+        return in_order(trace(model, inputs, dims=self.dims), self._layout()[0])
 
     def level_sums(self, axes: tuple[str, ...]) -> tuple[LevelSum, ...]:
         return self.by_level.over(axes)
@@ -161,7 +162,7 @@ class PlanFilePlanner:
     def decide(self, graph: NamedGraph) -> Assignment | str:
         return self.text
 
-    def read(self, graph: NamedGraph, text: str) -> Assignment:
+    def read(self, graph: NamedGraph, text: str) -> tuple[NamedGraph, Assignment]:
         self.text = text
         # All ranks read the text of the first rank, so all complete the same plan.
         header = read_header(text, self.name)
@@ -170,9 +171,10 @@ class PlanFilePlanner:
         self.by_level = header.by_level
         check_whole(header, len(parse_layout(text, self.name).statements), self.name)
         layout, axes = self._layout()
+        graph = in_order(graph, layout)
         if header.graph == graph.fingerprint:
-            return propagate(graph, layout, axes)
-        return retarget(graph, layout, axes)
+            return graph, propagate(graph, layout, axes)
+        return graph, retarget(graph, layout, axes)
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """Check the guards of the plan itself."""
@@ -225,7 +227,7 @@ class SearchPlanner:
     def level_sums(self, axes: tuple[str, ...]) -> tuple[LevelSum, ...]:
         return () if self.found is None else self.found.level_sums(axes)
 
-    def read(self, graph: NamedGraph, text: str) -> Assignment:
+    def read(self, graph: NamedGraph, text: str) -> tuple[NamedGraph, Assignment]:
         if self.found is None:
             self.found = PlanFilePlanner(text, "<plan>", self.mesh, self.dims)
         return self.found.read(graph, text)

@@ -14,6 +14,7 @@ from autopar.cost.unequal_devices import with_slowest_links
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
+from autopar.plans.folded import fold_statement
 from autopar.plans.format import bytes_text, seconds_text, skeleton, table
 from autopar.plans.header import Header, parameters_of
 from autopar.plans.to_layout import WrittenLayout, write_layout
@@ -141,7 +142,8 @@ class PlanRecord:
     def written(self) -> WrittenLayout:
         micro, pipelining = self.decided.micro, self.decided.assignment.pipelining
         drift = self.decided.drift
-        in_time: tuple[Statement, ...] = () if drift is None else (drift.statement,)
+        in_time: tuple[Statement, ...] = fold_statement(self.graph)
+        in_time = in_time if drift is None else (*in_time, drift.statement)
         in_time = in_time if micro is None else (*in_time, micro)
         if pipelining is not None:
             in_time = (*in_time, *statements_of(pipelining), *pipelining.pinned)

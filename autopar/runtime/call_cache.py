@@ -300,16 +300,19 @@ class CallCache:
     def _plan(self, given: CallSignature) -> CompiledCall:
         """Trace, plan and emit a call; a phase that fails on one rank raises on all."""
         agreement = self.agreement
-        graph = agreement.together(lambda: self._trace(given))
-        agreement.same(graph_facts(graph), SAME_GRAPH)
+        traced = agreement.together(lambda: self._trace(given))
+        agreement.same(graph_facts(traced), SAME_GRAPH)
         # A search with a time limit may end with different plans, so one rank searches, also for other replicas.
         first = agreement if self.weights.shells else self.everyone
-        decided, found = first.decided_by_first(lambda: (graph.fingerprint, self.planner.decide(graph)))
+        decided, found = first.decided_by_first(lambda: (traced.fingerprint, self.planner.decide(traced)))
         if first is not agreement and not isinstance(found, str):
             # A replica with other rows completes the layout for them.
-            is_other = decided != graph.fingerprint
-            found = first.together(lambda: self.planner.decide(graph) if is_other else found)
-        assignment = agreement.together(lambda: self.planner.read(graph, found)) if isinstance(found, str) else found
+            is_other = decided != traced.fingerprint
+            found = first.together(lambda: self.planner.decide(traced) if is_other else found)
+        if isinstance(found, str):
+            graph, assignment = agreement.together(lambda: self.planner.read(traced, found))
+        else:
+            graph, assignment = traced, found
         held = agreement.together(lambda: self._held(graph, assignment, given))
         self._check_values(given, held)
         local = self.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)

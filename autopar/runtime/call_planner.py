@@ -25,7 +25,9 @@ class Planner(Protocol):
         """Return an assignment, or text for `read` on all ranks; only the first rank calls this."""
         ...
 
-    def read(self, graph: NamedGraph, text: str) -> Assignment: ...
+    def read(self, graph: NamedGraph, text: str) -> tuple[NamedGraph, Assignment]:
+        """Return the graph in the order of the plan in a text, and the assignment of the plan."""
+        ...
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """Raise if the emitted graph breaks the contract of the user's layout."""
@@ -57,7 +59,7 @@ class FixedInputs:
     def decide(self, graph: NamedGraph) -> Assignment | str:
         return self.assignment
 
-    def read(self, graph: NamedGraph, text: str) -> Assignment:
+    def read(self, graph: NamedGraph, text: str) -> tuple[NamedGraph, Assignment]:
         raise AssertionError("the assignment is fixed")
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:

@@ -133,7 +133,7 @@ def can_split(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh,
     """Return whether these axes together may split an atom of a factor of an op."""
     factor, atom = site
     kind = node.rule.kinds.get(factor)
-    if atom >= len(node.atoms.get(factor, ())):
+    if atom >= len(node.atoms.get(factor, ())) or site in node.fixed:
         return False
     lowering = lowered_op_of(node, factor)
     if lowering is not None and not lowering.allows(node, factor, atom):

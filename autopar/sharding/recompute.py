@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.analysis.contractions import ATTENTION, RECURRENT, multiplied
+from autopar.ir.analysis.contractions import ATTENTIONS, RECURRENT, multiplied
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.options import Recompute
@@ -81,7 +81,7 @@ def recomputed_ops(graph: NamedGraph, regions: Iterable[RecomputeRegion]) -> fro
 
 def _is_expensive(node: NamedNode, weights: Collection[str]) -> bool:
     # Ops of other libraries have a cost that only their authors know.
-    if not node.op.startswith(("aten.", "prims.")) or node.op == ATTENTION or node.op in RECURRENT:
+    if not node.op.startswith(("aten.", "prims.")) or node.op in (*ATTENTIONS, *RECURRENT):
         return True
     pair = multiplied(node)
     return pair is not None and any(node.operands[i] in weights for i in pair)

@@ -32,7 +32,7 @@ from autopar.tracing.passes.read_masks import ATTENTION_NOTE
 from autopar.tracing.skeleton import in_precision
 
 # Rules discovered for ops without a rule in the table. A discovery runs the op many times, so traces share them.
-_DISCOVERIES = Discoveries()
+DISCOVERIES = Discoveries()
 
 
 def trace(
@@ -68,7 +68,7 @@ def named_graph(
 ) -> NamedGraph:
     """Run the stages of a trace in order; warn about ops without a rule."""
     exported = export(model, inputs)
-    binding = bind_graph(exported, rule_table(), _DISCOVERIES)
+    binding = bind_graph(exported, rule_table(), DISCOVERIES)
     for reason in dict.fromkeys(bound.reason for bound in binding.nodes if bound.source == "replicated"):
         warnings.warn(reason, AutoparWarning, stacklevel=3)
     repeats = repeated_layers(exported)
@@ -220,6 +220,12 @@ def _node(bound: BoundNode, names: dict[ValueKey, str], naming: DimNames) -> Nam
         node=bound.node.name,
         attention=bound.node.meta.get(ATTENTION_NOTE),
         routed=_groups_of(bound.node),
+        fixed=frozenset(
+            (factor, i)
+            for factor, dim in bound.factors.items()
+            for i, atom in enumerate(naming.binding.space.atoms(dim))
+            if atom in naming.fold_pieces
+        ),
     )
 
 

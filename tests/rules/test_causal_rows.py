@@ -192,16 +192,16 @@ def test_kernel_of_a_gpu(
     capability: tuple[int, int], dtype: torch.dtype, width: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    assert causal._kernel("cuda", 0, dtype, width) == expected
+    assert causal.fused_kernel("cuda", 0, dtype, width) == expected
     with sdpa_kernel(SDPBackend.MATH):
-        assert causal._kernel("cuda", 0, dtype, width) == "none"
+        assert causal.fused_kernel("cuda", 0, dtype, width) == "none"
 
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient"])
 @pytest.mark.parametrize("name", ["plain", "wide values", "more keys", "groups", "groups, wide values", "one head"])
 def test_calls_of_a_gpu(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: shapes alone, forward and backward, and one call of one kernel that masks by itself."""
-    monkeypatch.setattr(causal, "_kernel", lambda *kind: kernel)
+    monkeypatch.setattr(causal, "fused_kernel", lambda *kind: kernel)
     shapes = {**SHAPES, **GROUPED}[name]
     dtype = torch.bfloat16 if kernel == "flash" else torch.float32
     called = []

@@ -18,9 +18,10 @@ import torch
 
 from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
 from autopar.cost.compute.rates import peak_of
+from autopar.cost.compute.unmasked_scores import unmasked_share
 from autopar.cost.hardware.cluster import Device
 from autopar.ir.analysis.contractions import (
-    ATTENTION,
+    ATTENTIONS,
     RECURRENT,
     Contraction,
     contractions,
@@ -164,7 +165,7 @@ class _OpTimer:
             # A view reads nothing; a device that is its own host still spends the overhead of an op.
             view = DirectionWork(seconds=self.device.op_seconds) if self.device.op_seconds else NO_WORK
             return OpWork(view, self._by_bytes(self._backward_bytes()) if self._backward_bytes() else view)
-        if self.node.op == ATTENTION:
+        if self.node.op in ATTENTIONS:
             return self._attention()
         steps = [(self._product(step), step) for step in contractions(self.node)]
         if any(min(product.rows, product.columns) > 1 for product, _ in steps):
@@ -347,8 +348,7 @@ class _OpTimer:
         keys = prod(sizes[factor] for factor in value - output - {"v"})
         width = sum(sizes[factor] for factor in (query | value) - (output & query) - (value - output))
         heads = max(1, rows // sizes.get("s", 1))
-        # The kernel skips masked scores for is_causal=True; with an explicit mask it computes all.
-        share = self._causal_share(sizes) if "s" in dict(rule.lowerings) else 1.0
+        share = unmasked_share(self.node, sizes)
         flops = 2.0 * rows * keys * width * share
         moved = sum(map(self._operand_bytes, range(len(self.node.operands)))) + self._output_bytes(0)
         rates = self.device.attention
@@ -368,17 +368,6 @@ class _OpTimer:
             works.append(DirectionWork(times * flops, size, seconds, times * flops / peak, 1))
         return OpWork(works[0], works[1] if self._trained() else NO_WORK)
 
-    def _causal_share(self, sizes: Mapping[str, int]) -> float:
-        """Return the share of unmasked scores in the busiest shard: query `i` attends to keys `0` to `i`."""
-        rows, total = sizes["s"], self.node.sizes["s"]
-        keys = self.node.sizes.get("t", total)
-        if not rows or not keys:
-            return 1.0
-        # Later shards have more unmasked scores; the last shard may be shorter than the one before it.
-        stop = total // rows * rows
-        scores = max(_causal_scores(stop - rows, stop, keys), _causal_scores(stop, total, keys))
-        return scores / (rows * keys)
-
     def _recurrent(self) -> tuple[DirectionWork, DirectionWork]:
         """Return the work of the weight matrices: once for each token, and twice in the backward."""
         output = self.graph.tensors[self.node.outputs[0] or ""]
@@ -391,13 +380,6 @@ class _OpTimer:
             for times in (1, 2 if self._trained() else 0)
         )
         return forward, backward
-
-
-def _causal_scores(start: int, stop: int, keys: int) -> int:
-    """Return the unmasked scores of the queries from `start` to `stop`."""
-    # Queries from `edge` on attend to all keys.
-    edge = max(start, min(stop, keys))
-    return (start + 1 + edge) * (edge - start) // 2 + (stop - edge) * keys
 
 
 # -- fusion -----------------------------------------------------------------------------------------------------------

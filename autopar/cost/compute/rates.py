@@ -13,7 +13,7 @@ import torch
 
 from autopar.cost.hardware.cluster import Device
 from autopar.errors import ClusterError
-from autopar.ir.analysis.contractions import ATTENTION, RECURRENT, contractions
+from autopar.ir.analysis.contractions import ATTENTIONS, RECURRENT, contractions
 from autopar.ir.graph import NamedGraph
 
 COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -67,7 +67,7 @@ def peak_of(device: Device, dtype: torch.dtype) -> float:
 
 def rate_notes(graph: NamedGraph, device: Device) -> tuple[str, ...]:
     """Return a note for each substituted rate that prices a product of the graph."""
-    multiplying = (node for node in graph.nodes if node.op == ATTENTION or node.op in RECURRENT or contractions(node))
+    multiplying = (node for node in graph.nodes if node.op in (*ATTENTIONS, *RECURRENT) or contractions(node))
     first_operands = (next(name for name in node.operands if name is not None) for node in multiplying)
     rates = (rate_of(device, graph.tensors[name].dtype) for name in first_operands)
     return tuple(dict.fromkeys(str(rate) for rate in rates if not rate.is_known))

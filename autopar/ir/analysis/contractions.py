@@ -8,9 +8,12 @@ from math import prod
 
 from autopar.ir.values import NamedNode
 from autopar.rules.notation import Operand, Rule
+from autopar.rules.ops.folded import FOLDED_ATTENTION
 from autopar.rules.ops.matmul import GROUPED
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
+# Fused attention, also over a folded sequence.
+ATTENTIONS = (ATTENTION, str(FOLDED_ATTENTION))
 # Recurrences: op -> position of the first operand that is a parameter.
 RECURRENT = {
     "aten.lstm.input": 3,

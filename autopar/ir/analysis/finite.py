@@ -37,7 +37,7 @@ _MOVING = _ops(
     "view reshape _unsafe_view permute transpose t slice select narrow expand repeat cat stack split split_with_sizes "
     "chunk unbind index gather index_select embedding squeeze unsqueeze flatten unflatten unfold clone detach alias "
     "contiguous _to_copy to type_as topk sort flip roll diagonal amax amin max maximum mean sum view_as_real "
-    "expand_as lift_fresh lift_fresh_copy getitem movedim"
+    "expand_as lift_fresh lift_fresh_copy getitem movedim fold unfold"
 )
 # Finite if all operands and numbers are, short of overflow.
 _CARRYING = _MOVING | _ops(
@@ -60,8 +60,8 @@ _CASTS = frozenset(("_to_copy", "to", "type_as"))
 _DIVIDING = _ops("div divide true_divide addcdiv")
 # The operands outside of the sum are no factors: they select, enter through a softmax, or give a shape.
 _LENT = _ops(
-    "where scaled_dot_product_attention type_as to view_as reshape_as expand_as new_zeros new_empty layer_norm "
-    "native_layer_norm rms_norm _fused_rms_norm group_norm masked_fill fill"
+    "where scaled_dot_product_attention folded_attention type_as to view_as reshape_as expand_as new_zeros new_empty "
+    "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm masked_fill fill"
 )
 
 
@@ -128,7 +128,7 @@ class _Values:
     def _is_finite(self, name: str, operands: list[str], arguments: Mapping[str, Any]) -> bool:
         if name in _BOUNDED:
             return self.finite.issuperset(operands[1:])
-        if name == "scaled_dot_product_attention":
+        if name in ("scaled_dot_product_attention", "folded_attention"):
             # The softmax bounds the weights, whatever the scores.
             return operands[2] in self.finite
         if name in ("clamp", "clip") and None not in (arguments.get("min"), arguments.get("max")):

@@ -25,8 +25,10 @@ from torch import Tensor
 from autopar.lowering.collectives.level_groups import sum_by_level
 from autopar.lowering.collectives.local_steps import LocalStep, bind, finish, keep_local, prepare
 from autopar.lowering.collectives.process_groups import Groups
+from autopar.rules.shard_call.folded import fold
 from autopar.sharding.lowered_ops.base import Maximum, OpMessage, Send
 from autopar.sharding.lowered_ops.halo import HaloExchange, HaloStretch
+from autopar.sharding.lowered_ops.reorder import OrderExchange, Ranges, common
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 
 
@@ -211,6 +213,47 @@ class _HaloExchange:
         return {place: part.reshape(shapes[place]) for place, part in found if place != own}
 
 
+@dataclass(frozen=True)
+class _OrderExchange:
+    """Change of the order of a split sequence, on this rank."""
+
+    message: OrderExchange
+    own: Mapping[str, int]
+    # Coordinates of the ranks of the group, in their order.
+    members: tuple[Mapping[str, int], ...]
+    group: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        message, dim = self.message, self.message.dim
+        # Both orders are ascending once the odd pieces of a folded shard are reversed.
+        x = x if message.to_folded else fold(x, dim, message.pieces)
+        held, wanted = (message.ranges(self.own, folded) for folded in (not message.to_folded, message.to_folded))
+        # By member: the positions that it gets from here, and those that it sends.
+        given = [common(held, message.ranges({**self.own, **one}, message.to_folded)) for one in self.members]
+        taken = [common(message.ranges({**self.own, **one}, not message.to_folded), wanted) for one in self.members]
+        line = prod(size for i, size in enumerate(x.shape) if i != dim)
+        sent, received = ([line * sum(count for _, count in one) for one in each] for each in (given, taken))
+        flat = torch.cat([_at(x, dim, held, one).reshape(-1) for one in given])
+        parts = _AllToAll.apply(flat, received, sent, self.group).split(received)  # type: ignore[no-untyped-call]
+        found: list[tuple[int, Tensor]] = []
+        for part, ranges in zip(parts, taken, strict=True):
+            opened = part.reshape(*x.shape[:dim], sum(count for _, count in ranges), *x.shape[dim + 1 :])
+            pieces = opened.split([count for _, count in ranges], dim) if ranges else ()
+            found += zip((begin for begin, _ in ranges), pieces, strict=True)
+        ordered = [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
+        result = torch.cat(ordered, dim) if ordered else parts[0].reshape(*x.shape[:dim], 0, *x.shape[dim + 1 :])
+        return fold(result, dim, message.pieces) if message.to_folded else result
+
+
+def _at(x: Tensor, dim: int, held: Ranges, wanted: Ranges) -> Tensor:
+    """Return some positions of a shard that holds these, ascending."""
+    found, before = [x.narrow(dim, 0, 0)], 0
+    for begin, count in held:
+        found += [x.narrow(dim, before + first - begin, number) for first, number in common(((begin, count),), wanted)]
+        before += count
+    return torch.cat(found, dim)
+
+
 class _AllToAll(torch.autograd.Function):
     """Differentiable all-to-all; the gradient takes the reverse way."""
 
@@ -233,6 +276,9 @@ def bind_message(message: OpMessage, groups: Groups) -> Send:
     """Bind a message to this rank; all ranks bind the same messages, in the same order."""
     if isinstance(message, HaloExchange):
         return _edges(message, groups)
+    if isinstance(message, OrderExchange):
+        group = groups.of(message.axes)
+        return _OrderExchange(message, groups.coordinate, group.members, group.name)
     if isinstance(message, Maximum):
         return _maximum(message, groups)
     return LocalReshard.bind(message.reshard, groups)

@@ -23,9 +23,15 @@ from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 __all__ = [
     "attend_last_rows",
     "attention_with_all_heads",
+    "broadcast_lead",
     "causal_rows",
+    "check_first_derivative",
+    "fused_kernel",
+    "in_sum_dtype",
     "repeat_masked_heads",
+    "widened",
     "with_all_heads",
+    "with_heads",
     "with_most_memory",
 ]
 
@@ -51,30 +57,30 @@ def attend_last_rows(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     leads = [tuple(x.shape[:-2]) for x in (query, key, value)]
     if grouped:
         leads = [leads[0], *((*lead[:-1], leads[0][-1]) for lead in leads[1:])]
-    shape = (*_broadcast(leads), query.shape[-2], value.shape[-1])
+    shape = (*broadcast_lead(leads), query.shape[-2], value.shape[-1])
     scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
-    kernel = _kernel(query.device.type, query.device.index, query.dtype, max(query.shape[-1], value.shape[-1]))
+    kernel = fused_kernel(query.device.type, query.device.index, query.dtype, max(query.shape[-1], value.shape[-1]))
     if kernel == "efficient" and torch.compiler.is_compiling():
         kernel = "none"  # torch 2.13 does not know the shapes of what its backward gives
-    q, k, v = _with_heads(query, key, value, grouped, shares=kernel in ("cpu", "flash"))
+    q, k, v = with_heads(query, key, value, grouped, shares=kernel in ("cpu", "flash"))
     if kernel == "flash":
         found = _flash(q, k, v, scale)
     elif kernel == "efficient":
         found = _efficient(q, k, v, scale)
     elif kernel == "cpu":
         width = max(q.shape[-1], v.shape[-1])
-        merged: Tensor = _Merged.apply(*(_widened(x, width) for x in (q, k, v)), scale)  # type: ignore[no-untyped-call]
+        merged: Tensor = _Merged.apply(*(widened(x, width) for x in (q, k, v)), scale)  # type: ignore[no-untyped-call]
         found = merged[..., : v.shape[-1]]
     else:
         found = _Written.apply(q, k, v, scale)  # type: ignore[no-untyped-call]
     return found.reshape(shape)
 
 
-def _broadcast(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
+def broadcast_lead(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
-def _with_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool, shares: bool) -> list[Tensor]:
+def with_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool, shares: bool) -> list[Tensor]:
     """Return all as `batch heads rows width`; `shares`: query heads may share a head of keys in the kernel."""
     tensors = [query, key, value]
     leads = [x.shape[:-2] for x in tensors]
@@ -85,16 +91,16 @@ def _with_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool, shares
         return tensors
     if grouped:
         tensors[1:] = [x.repeat_interleave(heads[0] // x.shape[-3], -3) for x in tensors[1:]]
-    lead = _broadcast(x.shape[:-2] for x in tensors)
+    lead = broadcast_lead(x.shape[:-2] for x in tensors)
     batch = (prod(lead[:-1]), lead[-1] if lead else 1)
     return [x.expand(*lead, *x.shape[-2:]).reshape(*batch, *x.shape[-2:]) for x in tensors]
 
 
-def _widened(x: Tensor, width: int) -> Tensor:
+def widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
 
 
-def _kernel(device_type: str, index: int | None, dtype: torch.dtype, width: int) -> str:
+def fused_kernel(device_type: str, index: int | None, dtype: torch.dtype, width: int) -> str:
     """Return the fused kernel for such tensors: `flash`, `efficient`, `cpu`, or none."""
     if device_type == "cpu":
         return "cpu" if torch._C._get_flash_sdp_enabled() else "none"
@@ -109,7 +115,7 @@ def _kernel(device_type: str, index: int | None, dtype: torch.dtype, width: int)
 
 
 # What torch.compiler.assume_constant_result does, without loading the compiler: it cannot ask a device.
-_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+fused_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # -- fused kernels of GPUs --------------------------------------------------------------------------------------------
@@ -118,7 +124,7 @@ _kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     width = max(q.shape[-1], v.shape[-1])
     aligned = -(-width // GPU_ALIGNMENT) * GPU_ALIGNMENT
-    padded = [_widened(x, aligned) for x in (q, k, v)]
+    padded = [widened(x, aligned) for x in (q, k, v)]
     # For this op causal means that the last query sees all keys, unlike for `scaled_dot_product_attention`.
     found: Tensor = aten._scaled_dot_product_flash_attention.default(*padded, 0.0, True, False, scale=scale)[0]
     return found[..., : v.shape[-1]]
@@ -126,7 +132,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     widths = [-(-x.shape[-1] // GPU_ALIGNMENT) * GPU_ALIGNMENT for x in (q, k, v)]
-    padded = [_widened(x, width).transpose(1, 2) for x, width in zip((q, k, v), widths, strict=True)]
+    padded = [widened(x, width).transpose(1, 2) for x, width in zip((q, k, v), widths, strict=True)]
     saves = torch.is_grad_enabled() and any(x.requires_grad for x in padded)
     nothing = (None,) * 5  # no bias, all sequences of one length
     found: Tensor = aten._efficient_attention_forward.default(
@@ -156,7 +162,7 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _once()
+        check_first_derivative("fused causal attention")
         q, k, v, found, sums = ctx.saved_tensors
         if gradient.stride(-1) != 1 or 0 in gradient.stride():
             gradient = gradient.contiguous()
@@ -190,7 +196,7 @@ class _Written(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        parts = [_weights(q, k, start, scale) @ _to_sum(v[..., :seen, :]) for start, seen in _blocks(q, k)]
+        parts = [_weights(q, k, start, scale) @ in_sum_dtype(v[..., :seen, :]) for start, seen in _blocks(q, k)]
         found = torch.cat(parts, -2).to(q.dtype)
         ctx.save_for_backward(q, k, v, found)
         ctx.scale = scale
@@ -198,17 +204,17 @@ class _Written(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _once()
+        check_first_derivative("fused causal attention")
         q, k, v, found = ctx.saved_tensors
-        of_q, of_k, of_v = [], torch.zeros_like(_to_sum(k)), torch.zeros_like(_to_sum(v))
+        of_q, of_k, of_v = [], torch.zeros_like(in_sum_dtype(k)), torch.zeros_like(in_sum_dtype(v))
         for start, seen in _blocks(q, k):
             weights = _weights(q, k, start, ctx.scale)
-            own, result = (_to_sum(x[..., start : start + BLOCK_ROWS, :]) for x in (gradient, found))
+            own, result = (in_sum_dtype(x[..., start : start + BLOCK_ROWS, :]) for x in (gradient, found))
             of_v[..., :seen, :] += weights.transpose(-1, -2) @ own
-            moved = own @ _to_sum(v[..., :seen, :]).transpose(-1, -2) - (own * result).sum(-1, keepdim=True)
+            moved = own @ in_sum_dtype(v[..., :seen, :]).transpose(-1, -2) - (own * result).sum(-1, keepdim=True)
             of_scores = weights * moved * ctx.scale
-            of_q.append(of_scores @ _to_sum(k[..., :seen, :]))
-            of_k[..., :seen, :] += of_scores.transpose(-1, -2) @ _to_sum(q[..., start : start + BLOCK_ROWS, :])
+            of_q.append(of_scores @ in_sum_dtype(k[..., :seen, :]))
+            of_k[..., :seen, :] += of_scores.transpose(-1, -2) @ in_sum_dtype(q[..., start : start + BLOCK_ROWS, :])
         return torch.cat(of_q, -2).to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
 
 
@@ -220,23 +226,24 @@ def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
 
 def _weights(q: Tensor, k: Tensor, start: int, scale: float) -> Tensor:
     """Return the attention weights of a block of queries over the keys that it sees."""
-    own = _to_sum(q[..., start : start + BLOCK_ROWS, :])
+    own = in_sum_dtype(q[..., start : start + BLOCK_ROWS, :])
     rows = own.shape[-2]
     seen = k.shape[-2] - q.shape[-2] + start + rows
-    scores = (own * scale) @ _to_sum(k[..., :seen, :]).transpose(-1, -2)
+    scores = (own * scale) @ in_sum_dtype(k[..., :seen, :]).transpose(-1, -2)
     later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
     square = scores[..., seen - rows :].masked_fill(later, -torch.inf)
     return torch.cat([scores[..., : seen - rows], square], -1).softmax(-1)
 
 
-def _to_sum(x: Tensor) -> Tensor:
+def in_sum_dtype(x: Tensor) -> Tensor:
     """Return the tensor in the dtype that sums are made in."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _once() -> None:
+def check_first_derivative(what: str) -> None:
+    """Raise in the backward of a backward, whose kernels have no derivative."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("fused causal attention has no second derivative")
+        raise RuntimeError(f"{what} has no second derivative")
 
 
 # -- rows that know their position -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from autopar.rules.ops.index import own_bags, own_rows
 from autopar.rules.ops.matmul import grouped_experts, grouped_rows
 from autopar.rules.ops.routed import own_groups
 from autopar.rules.shard_call.attention import causal_rows
+from autopar.rules.shard_call.folded import folded_rows
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, narrow
 from autopar.rules.shard_call.windows import arange_part, own_part, window, window_mean
 
@@ -276,6 +277,7 @@ LOWERINGS: dict[str, Lowering] = {
     "own_bags": own_bags,
     "own_rows": own_rows,
     "causal_rows": causal_rows,
+    "folded_rows": folded_rows,
     "grouped_rows": grouped_rows,
     "grouped_experts": grouped_experts,
     "own_groups": own_groups,

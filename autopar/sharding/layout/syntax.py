@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from autopar.mesh import Mesh
 from autopar.sharding.layout.drift import DriftStatement, print_drift
+from autopar.sharding.layout.fold_statement import FoldStatement, print_fold
 from autopar.sharding.layout.source import SourceSpan
 from autopar.sharding.layout.tokens import format_percent, format_size
 from autopar.sharding.schedules import Schedule
@@ -266,6 +267,7 @@ Statement = (
     | PipelineStatement
     | CutStatement
     | PartPin
+    | FoldStatement
     | OverAxes
     | DimRule
     | Block
@@ -343,6 +345,8 @@ def print_statement(statement: Statement) -> str:
             return f"cut {axis} before {', '.join(f'@{name}' for name in before)}"
         case PartPin(glob, part):
             return f"op @{glob} at part {part}"
+        case FoldStatement():
+            return print_fold(statement)
         case DriftStatement():
             return print_drift(statement)
         case Let(name, axes):

@@ -29,6 +29,8 @@ class DimNames:
     binding: BoundGraph
     names: Mapping[int, str]
     sources: Mapping[int, str]
+    # Classes of the pieces of a folded dim.
+    fold_pieces: frozenset[int] = frozenset()
 
     def show(self, dim: int) -> str:
         """Return a physical dim as printed: its name, its parts in parentheses, or `1`."""

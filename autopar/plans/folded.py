@@ -1,0 +1,76 @@
+"""The order of the sequence of a plan: as its layout says, or where a fold pays."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+
+from autopar.ir.analysis.contractions import ATTENTION, contractions
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode, SequenceFold
+from autopar.sharding.layout.fold_statement import PIECES, FoldStatement
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.source import layout_error, unknown_name
+from autopar.tracing.fold_sequence import CannotFold, fold_sequence, folded_attention_of, unfolded_activations
+
+__all__ = ["fold_statement", "fold_that_pays", "in_order"]
+
+# Share of causal attention in the FLOPs of a model, from which on a search tries the fold. A contiguous split takes at
+# most twice as long for attention, so below it the plan would gain less than this share.
+LEAST_SHARE = 0.1
+
+
+def in_order(graph: NamedGraph, layout: Layout) -> NamedGraph:
+    """Return the graph in the order that a layout states."""
+    wanted = layout.fold
+    if wanted is None or wanted.pieces is None:
+        return graph
+    if wanted.dim not in graph.dims:
+        raise unknown_name("dim", wanted.dim, graph.dims, wanted.span)
+    try:
+        return fold_sequence(graph, SequenceFold(wanted.dim, wanted.pieces))
+    except CannotFold as error:
+        raise layout_error("E4", error.what, error.fix, wanted.span) from None
+
+
+def fold_statement(graph: NamedGraph) -> tuple[FoldStatement, ...]:
+    """Return the statement of the order of a graph; none for the plain one."""
+    return () if graph.fold is None else (FoldStatement(*graph.fold),)
+
+
+def fold_that_pays(graph: NamedGraph) -> NamedGraph | None:
+    """Return the folded graph of a model that spends a good part of its FLOPs in causal attention; else None."""
+    if graph.fold is not None:
+        return None
+    causal: dict[str, float] = defaultdict(float)
+    others = 0.0
+    for node in graph.nodes:
+        found = folded_attention_of(graph, node)
+        if found is not None:
+            causal[found[0]] += _scores(node)
+        elif node.op == ATTENTION:
+            others += _scores(node)
+        else:
+            others += sum(_products(node))
+    dim = max(causal, key=causal.__getitem__, default="")
+    # Half of the scores are unmasked. In the plain order a window needs a mask, and all scores are computed.
+    if not dim or causal[dim] / 2 < LEAST_SHARE * (sum(causal.values()) / 2 + others):
+        return None
+    try:
+        folded = fold_sequence(graph, SequenceFold(dim, PIECES))
+    except CannotFold:
+        return None
+    return None if unfolded_activations(folded) else folded
+
+
+def _scores(node: NamedNode) -> float:
+    """Return the multiplications of attention, of all scores."""
+    factors = {factor for operand in node.rule.operands if operand is not None for factor in operand.factors}
+    # Scores over the width of the keys, and over that of the values.
+    shared = prod(node.sizes[factor] for factor in factors - {"e", "v"})
+    return float(shared * (node.sizes.get("e", 1) + node.sizes.get("v", 1)))
+
+
+def _products(node: NamedNode) -> list[float]:
+    steps = contractions(node)
+    return [float(prod(node.sizes[factor] for factor in step.left | step.right)) for step in steps]

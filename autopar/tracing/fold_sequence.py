@@ -1,0 +1,449 @@
+"""Fold the sequence of a traced model, so that a split of causal attention gives each shard as much work.
+
+In causal attention later rows see more keys: of four contiguous shards the last one has 1.75 times the mean. The fold
+cuts the sequence in pieces and reverses every odd one; a shard then has a part of each piece. All values between inputs
+and outputs are held in this order. Most ops do not depend on the order of a sequence, and run as they are. Ops that do
+(`cumsum`, a shift of labels) run on the plain order: `fold` and `unfold` stand where the order changes. Inputs and
+outputs have the plain order, so neither a data loader nor a reader of results sees the fold.
+
+Input::
+
+    y = scaled_dot_product_attention(q, k, v, is_causal=True)
+    loss = cross_entropy(linear(y), pad(labels))
+Output::
+
+    y = folded_attention(q, k, v, pieces=2)
+    loss = cross_entropy(linear(y), fold(pad(labels)))
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
+from itertools import chain, count, zip_longest
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.errors import AutoparError
+from autopar.ir.analysis.contractions import ATTENTION
+from autopar.ir.analysis.repeated_layers import repeated_layers
+from autopar.ir.exported import NodeOrigin
+from autopar.ir.fx_graphs import remove_dead
+from autopar.ir.graph import NamedGraph
+from autopar.ir.invariants import verifying
+from autopar.ir.values import Atom, AttentionNote, Band, NamedNode, NamedTensor, SequenceFold
+from autopar.ir.verify import verify_graph
+from autopar.rules.notation import FactorKind, Operand
+from autopar.rules.ops.folded import FOLD, FOLDED_ATTENTION, UNFOLD
+from autopar.rules.registry import rule_table
+from autopar.tracing.naming.bind_graph import BoundGraph, bind_graph
+from autopar.tracing.naming.name_dims import DimNames
+from autopar.tracing.passes.edit import arguments_of
+from autopar.tracing.passes.read_masks import ATTENTION_NOTE
+from autopar.tracing.trace import DISCOVERIES, assemble
+
+__all__ = ["CannotFold", "fold_sequence", "folded_attention_of", "unfolded_activations"]
+
+RESHAPE = torch.ops.aten.reshape.default
+
+# Place of an op between an input and the results of a model.
+OUTSIDE = NodeOrigin("", 0, "", "", None)
+
+# Ops whose whole factor may have any order: what they compute of it is a sum or a maximum.
+_ORDER_FREE = ("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "amax", "amin")
+
+
+class CannotFold(AutoparError):
+    """A sequence that cannot be folded; `fix` says what the user can do."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"{what}\nfix: {fix}")
+        self.what, self.fix = what, fix
+
+
+def fold_sequence(graph: NamedGraph, wanted: SequenceFold) -> NamedGraph:
+    """Return the graph with a dim folded; the graph itself if it is folded so already. Raises CannotFold."""
+    if graph.fold is not None:
+        if graph.fold != wanted:
+            raise CannotFold(f"the graph is folded already: {graph.fold}", "fold the graph of the trace")
+        return graph
+    known: dict[SequenceFold, NamedGraph | CannotFold] = graph.__dict__.setdefault("_folded", {})
+    if wanted not in known:
+        try:
+            known[wanted] = _Folding(graph, wanted).run()
+        except CannotFold as error:
+            known[wanted] = error
+    found = known[wanted]
+    if isinstance(found, CannotFold):
+        raise found
+    return found
+
+
+def unfolded_activations(graph: NamedGraph) -> tuple[str, ...]:
+    """Return the values with a gradient that a folded graph brings back to the plain order for one of its ops."""
+    returned = set(graph.outputs)
+    readers: dict[str | None, list[NamedNode]] = defaultdict(list)
+    for node in graph.nodes:
+        for name in node.operands:
+            readers[name].append(node)
+
+    def is_read(name: str | None) -> bool:
+        # A view that is returned is no op on the values.
+        return any(node.op != str(RESHAPE) or not returned.issuperset(node.outputs) for node in readers[name])
+
+    unfolds = (node for node in graph.nodes if node.op == str(UNFOLD) and is_read(node.outputs[0]))
+    return tuple(name for node in unfolds if (name := node.operands[0]) and graph.tensors[name].requires_grad)
+
+
+# -- attention that can be folded --------------------------------------------------------------------------------------
+
+
+def folded_attention_of(graph: NamedGraph, node: NamedNode) -> tuple[str, int] | None:
+    """Return the dim of the rows of causal attention, and its window, 0 without; None for other ops.
+
+    Rows and keys are one dim of one extent.
+    """
+    if node.op != ATTENTION or node.source != "table" or node.rule.random or node.attention is None:
+        return None
+    query, key = (graph.tensors[name] for name in node.operands[:2] if name is not None)
+    rows, keys = (one.shape[-2] if len(one.shape) > 1 else 0 for one in (query, key))
+    dim = query.dims[-2] if len(query.shape) > 1 else ""
+    if rows != keys or dim != key.dims[-2]:
+        return None
+    window = _window(node.attention)
+    return None if window is None else (dim, window)
+
+
+def _window(note: AttentionNote) -> int | None:
+    if note.mask == "causal":
+        return 0
+    band = note.band
+    # Other notes name a reason for which the mask must stay.
+    if note.mask.startswith("window") and isinstance(band, Band) and band.left is not None and band.right == 0:
+        return band.left + 1
+    return None
+
+
+def _opened(tensor: NamedTensor, places: Container[int]) -> NamedTensor:
+    """Return the form of a tensor in which each atom of some dims is a dim of its own."""
+    atoms: list[Atom] = []
+    groups = [[atom for atom in tensor.atoms if atom.dim == dim] for dim in range(len(tensor.shape))]
+    count = 0
+    for dim, group in enumerate(groups):
+        for number, atom in enumerate(group):
+            count += number > 0 and dim in places
+            atoms.append(atom._replace(dim=count))
+        count += 1
+    shape = tuple(prod(atom.size for atom in atoms if atom.dim == dim) for dim in range(count))
+    return replace(tensor, atoms=tuple(atoms), shape=shape)
+
+
+# -- the pass ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Value:
+    """The nodes of a value in the plain and in the folded order; one of them at first."""
+
+    plain: Node | None = None
+    folded: Node | None = None
+
+
+@dataclass
+class _Folding:
+    graph: NamedGraph
+    wanted: SequenceFold
+    made: Graph = field(default_factory=Graph)
+    values: dict[Node, _Value] = field(default_factory=dict)
+    # Nodes of the plain graph that run in the plain order, on values that were folded.
+    late: set[Node] = field(default_factory=set)
+    # By node of the new graph: the tensor of the plain one, and whether it has the folded order.
+    made_from: dict[str, tuple[NamedTensor, bool]] = field(default_factory=dict)
+
+    def run(self) -> NamedGraph:
+        graph, (dim, pieces) = self.graph, (self.wanted.dim, self.wanted.pieces)
+        self.tensors = {tensor.node: tensor for tensor in graph.tensors.values()}
+        self.ops = {node.node: node for node in graph.nodes}
+        self.attention = {
+            node.node: found[1]
+            for node in graph.nodes
+            if (found := folded_attention_of(graph, node)) is not None and found[0] == dim
+        }
+        if not self.attention:
+            what = f"no causal attention has rows of '{dim}'"
+            raise CannotFold(what, "fold the dim of the queries and keys of causal attention; or leave 'fold' out")
+        first = self.ops[next(iter(self.attention))]
+        self.extent = graph.tensors[first.operands[0] or ""].shape[-2]
+        if pieces < 2 or pieces % 2:
+            raise CannotFold(f"'{dim}' in {pieces} pieces: expected an even number from 2 up", "write 'fold seq 2'")
+        if self.extent % pieces or self.extent < 2 * pieces:
+            what = f"{dim} = {self.extent} cannot be folded in {pieces} pieces of equal length from 2 up"
+            raise CannotFold(what, f"pad it to a multiple of {pieces}; or write 'fold {dim} none'")
+        outer = {name for tensor in graph.tensors.values() for atom in tensor.atoms for name in atom.names[:-1]}
+        if any(map(self._is_named, outer)):
+            what = f"the model divides '{dim}' into parts, so its order matters to views"
+            raise CannotFold(what, f"write 'fold {dim} none', or leave 'fold' out")
+        self.source = graph.exported.graph_module.graph
+        self.is_plain = self._runs_plain()
+        for node in self.source.nodes:
+            self._copy(node)
+        return self._named()
+
+    # -- the order in which each op runs
+
+    def _runs_plain(self) -> dict[Node, bool]:
+        """Return whether each op with the dim needs the plain order."""
+        plain: dict[Node, bool] = {}
+        # Tables of positions are longer than the sequence, and cut before they are folded.
+        stored = {name for name, tensor in self.graph.tensors.items() if tensor.kind not in ("activation", "input")}
+        for node in self.source.nodes:
+            if node.name in self.ops:
+                named = self.ops[node.name]
+                operands = [name for name in named.operands if name is not None]
+                from_stored = bool(operands) and stored.issuperset(operands) and not named.rule.random
+                stored.update(name for name in named.outputs if from_stored and name is not None)
+                plain[node] = from_stored or not self._commutes(named)
+        # A chain of ops without a gradient that ends in one that needs the plain order has it from its inputs on: so
+        # labels are shifted, then folded.
+        for node in reversed(self.source.nodes):
+            if node not in plain or plain[node] or not self._without_gradient(self.ops[node.name]):
+                continue
+            plain[node] = any(plain.get(user, False) and self._has_dim(node) for user in node.users)
+        return plain
+
+    def _without_gradient(self, node: NamedNode) -> bool:
+        names = (*node.operands, *node.outputs)
+        return not any(name is not None and self.graph.tensors[name].requires_grad for name in names)
+
+    def _has_dim(self, node: Node) -> bool:
+        tensor = self.tensors.get(node.name)
+        return tensor is not None and bool(self._places(tensor))
+
+    def _places(self, tensor: NamedTensor) -> tuple[int, ...]:
+        """Return the physical dims of a tensor with the folded dim in them."""
+        return tuple(atom.dim for atom in tensor.atoms if self._is_folded(atom.names[-1:], atom.size))
+
+    def _is_folded(self, names: tuple[str, ...], size: int) -> bool:
+        return bool(names) and self._is_named(names[0]) and size == self.extent
+
+    def _is_named(self, name: str) -> bool:
+        # A second dim of one tensor has a suffix: the keys of scores are `seq.1`.
+        return name.partition(".")[0] == self.wanted.dim
+
+    def _commutes(self, node: NamedNode) -> bool:
+        """Return whether an op does the same in the folded order."""
+        factors = self._factors(node)
+        if factors is None:
+            return False
+        if not factors or node.node in self.attention:
+            return True
+        rule = node.rule
+        if rule.random:
+            what = f"{node.name} draws random numbers along '{self.wanted.dim}', by its plain order"
+            raise CannotFold(what, f"disable dropout, or write 'fold {self.wanted.dim} none'")
+        if node.source != "table" or "diagonal" in rule.localise:
+            return False
+        order_free = node.op.split(".")[1] in _ORDER_FREE or (node.op == ATTENTION and not self._is_causal(node))
+        looked_up = {factor for _, factor in rule.indices}
+        for factor in factors:
+            kind = rule.kinds[factor]
+            is_whole = kind is FactorKind.WHOLE
+            if factor in looked_up or rule.lowering(factor) is not None or kind is FactorKind.HALO:
+                return False
+            if is_whole and not order_free:
+                return False
+        return True
+
+    def _is_causal(self, node: NamedNode) -> bool:
+        target = next(one for one in self.source.nodes if one.name == node.node)
+        return bool(arguments_of(target)["is_causal"])
+
+    def _factors(self, node: NamedNode) -> set[str] | None:
+        """Return the factors of an op that are the dim, or have it inside; None if an operand has it elsewhere."""
+        found: set[str] = set()
+        # A call may pass tensors that the rule does not name.
+        ends = (
+            *zip_longest(node.rule.operands, node.operands),
+            *zip(node.rule.outputs, node.outputs, strict=True),
+        )
+        for operand, name in ends:
+            tensor = None if name is None else self.graph.tensors[name]
+            if tensor is None or not self._places(tensor):
+                continue
+            own = None if operand is None else self._own_factors(operand, tensor, node)
+            if own is None:
+                return None
+            found |= own
+        return found
+
+    def _own_factors(self, operand: Operand, tensor: NamedTensor, node: NamedNode) -> set[str] | None:
+        found = set()
+        for place in self._places(tensor):
+            term = operand.terms[place]
+            sizes = [(factor, size) for factor in term for size in node.atoms.get(factor, ())]
+            own = [atom for atom in tensor.atoms if atom.dim == place]
+            long = [(factor, size) for factor, size in sizes if size != 1]
+            if [size for _, size in long] != [atom.size for atom in own if atom.size != 1]:
+                return None  # the op divides the dim
+            pairs = zip(long, (atom for atom in own if atom.size != 1), strict=True)
+            found |= {factor for (factor, _), atom in pairs if self._is_folded(atom.names[-1:], atom.size)}
+        return found
+
+    # -- the new graph
+
+    def _copy(self, node: Node) -> None:
+        if node.op == "output":
+            (results,) = node.args
+            assert isinstance(results, tuple), "the graph returns a flat tuple"
+            taken = tuple(self._in_order(one, False, node) if isinstance(one, Node) else one for one in results)
+            self.made.output(taken)
+            return
+        plain = self.is_plain.get(node, False) or self._follows(node) if node.op == "call_function" else True
+        wants = (lambda one: self._in_order(one, not plain, node)) if node.name in self.ops else self._as_is
+        if node.name in self.attention and not plain:
+            made = self._attention(node, wants)
+        else:
+            made = self.made.node_copy(node, wants)
+        if plain and any(map(self._was_folded, node.all_input_nodes)):
+            self.late.add(node)
+        if node.op == "placeholder":
+            self.values[node] = _Value(plain=made)
+        elif node.name in self.ops and not plain:
+            self.values[node] = _Value(folded=made)
+        elif node.name in self.ops:
+            self.values[node] = _Value(plain=made)
+        else:  # an item of a result
+            source = self.values[node.all_input_nodes[0]]
+            self.values[node] = _Value(plain=made) if source.plain is not None else _Value(folded=made)
+        if node.name in self.tensors:
+            self.made_from[made.name] = self.tensors[node.name], self.values[node].folded is not None
+
+    def _was_folded(self, node: Node) -> bool:
+        is_trained = self._has_dim(node) and self.tensors[node.name].requires_grad
+        return is_trained and (node in self.late or self.values[node].folded is not None)
+
+    def _follows(self, node: Node) -> bool:
+        """Return whether an op runs in the plain order because all its operands were brought back to it."""
+        if node.name in self.attention:
+            return False
+        read = [one for one in node.all_input_nodes if self._has_dim(one)]
+        return bool(read) and all(one in self.late and self.values[one].folded is None for one in read)
+
+    def _as_is(self, node: Node) -> Node:
+        value = self.values[node]
+        found = value.plain if value.plain is not None else value.folded
+        assert found is not None, node
+        return found
+
+    def _in_order(self, node: Node, folded: bool, user: Node) -> Node:
+        """Return a value in one of the two orders, changed right after it was made."""
+        value = self.values[node]
+        have = value.folded if folded else value.plain
+        if have is not None:
+            return have
+        other = self._as_is(node)
+        tensor = self.tensors.get(node.name)
+        made = other if tensor is None else self._reordered(other, tensor, folded, user)
+        if folded:
+            value.folded = made
+        else:
+            value.plain = made
+        return made
+
+    def _reordered(self, have: Node, tensor: NamedTensor, folded: bool, user: Node) -> Node:
+        after = have
+        # All placeholders stand first.
+        while after.op == "placeholder" and after.next.op == "placeholder":
+            after = after.next
+        origin = have.meta.get("origin") or user.meta.get("origin") or OUTSIDE
+        # A placeholder stands outside of the region of its first reader.
+        origin = origin if "origin" in have.meta else replace(origin, checkpoint=None)
+
+        def call(target: Any, given: Node, argument: Any, val: Any, form: NamedTensor, order: bool) -> Node:
+            nonlocal after
+            with self.made.inserting_after(after):
+                after = self.made.call_function(target, (given, *argument))
+            after.meta.update({"origin": origin, "val": val})
+            self.made_from[after.name] = form, order
+            return after
+
+        # A dim that is merged with others, such as (batch seq), is opened for it.
+        opened, shape = _opened(tensor, self._places(tensor)), have.meta["val"].shape
+        apart = len(opened.shape) > len(shape)
+        if apart:
+            view = have.meta["val"].reshape(opened.shape)
+            have = call(RESHAPE, have, (list(opened.shape),), view, opened, not folded)
+        for place in self._places(opened):
+            target = FOLD if folded else UNFOLD
+            have = call(target, have, (place, self.wanted.pieces), have.meta["val"], opened, folded)
+        if apart:
+            view = have.meta["val"].reshape(shape)
+            have = call(RESHAPE, have, (list(shape),), view, tensor, folded)
+        return have
+
+    def _attention(self, node: Node, wants: Any) -> Node:
+        given = arguments_of(node)
+        operands = [wants(given[name]) for name in ("query", "key", "value")]
+        options = {name: given[name] for name in ("scale", "enable_gqa")}
+        options |= {"pieces": self.wanted.pieces, "window": self.attention[node.name]}
+        made = self.made.call_function(FOLDED_ATTENTION, tuple(operands), options)
+        made.meta.update(node.meta)
+        note = node.meta[ATTENTION_NOTE]
+        made.meta[ATTENTION_NOTE] = replace(note, mask=f"{note.mask}, folded in {self.wanted.pieces}")
+        return made
+
+    # -- its names
+
+    def _named(self) -> NamedGraph:
+        graph = self.graph
+        remove_dead(self.made)
+        module = GraphModule(graph.exported.graph_module, self.made)
+        exported = replace(graph.exported, graph_module=module)
+        binding = bind_graph(exported, rule_table(), DISCOVERIES)
+        repeats = repeated_layers(exported)
+        naming = self._names(binding)
+        found = assemble(graph.model, exported, binding, naming, repeats)
+        found = replace(found, given=graph.given, fold=self.wanted)
+        if verifying():
+            verify_graph(found)
+        return found
+
+    def _names(self, binding: BoundGraph) -> DimNames:
+        """Return the names of the plain graph; of a folded dim its parts have them, as `fold` and the dim."""
+        names: dict[int, str] = {}
+        pieces: set[int] = set()
+        for key, dims in binding.dims.items():
+            tensor, folded = self.made_from[key]
+            for place, dim in enumerate(dims):
+                classes = list(binding.space.atoms(dim))
+                within: dict[str, list[int]] = {}
+                for atom in (atom for atom in tensor.atoms if atom.dim == place):
+                    own = [classes.pop(0)]
+                    while prod(map(binding.space.size, own)) < atom.size:
+                        own.append(classes.pop(0))
+                    if len(own) == 2:
+                        # Plain the positions within a piece are major, so that a shard is contiguous.
+                        piece, positions = own if folded else reversed(own)
+                        suffix = "".join(atom.names[-1].partition(".")[1:])
+                        names.setdefault(piece, f"{self.pieces_name}{suffix}")
+                        names.setdefault(positions, atom.names[-1])
+                        pieces.add(piece)
+                    elif atom.names:
+                        names.setdefault(own[0], atom.names[-1])
+                    for outer in atom.names[:-1]:
+                        within.setdefault(outer, []).extend(own)
+                for part in binding.space.within(dim):
+                    inside = list(binding.space.atoms(part))
+                    names.update((part, outer) for outer, own in within.items() if inside == own)
+        known = {name: dim.source for name, dim in self.graph.dims.items()}
+        sources = {dim: known.get(name, "structure") for dim, name in names.items()}
+        return DimNames(binding, names, sources, frozenset(pieces))
+
+    @property
+    def pieces_name(self) -> str:
+        """The name of the dim of the pieces."""
+        return next(name for name in chain(["fold"], (f"fold_{i}" for i in count())) if name not in self.graph.dims)
