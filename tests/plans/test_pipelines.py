@@ -498,6 +498,22 @@ def test_stages_and_micro_batches_stand_side_by_side() -> None:
     assert ["micro-batches", "8", "4", "1"] in rows
 
 
+def test_an_explanation_names_the_stages() -> None:
+    graph = autopar.trace(*gpt(layers=2, batch=8))
+    plan = plan_under_layout(graph, autopar.Mesh("pp=2"), "micro 4; pipeline pp 1f1b; * -> none", REQUEST)
+    expected = {
+        "blocks.0.up.weight": "stored on stage 0 of 2",
+        "tokens.weight": "stored on stage 1 of 2, and sent to stage 0",
+        "blocks.0/add.1": "made on stage 0 of 2, and sent to stage 1",
+        "blocks.1/add": "made on stage 1 of 2",
+        "ids": "on all 2 stages",
+    }
+    for name, text in expected.items():
+        assert f"  stage   {text}\n" in f"{plan.explain(name)}\n", name
+    alone = plan_under_layout(graph, autopar.Mesh("dp=2"), "batch -> dp; * -> none", REQUEST)
+    assert "stage" not in str(alone.explain("tokens.weight"))
+
+
 def test_the_page_shows_the_fullest_stage() -> None:
     plan = priced("pp=4", "micro 16; pipeline pp 1f1b; batch -> none; * -> none")
     stages = plan.costs.stages

@@ -12,6 +12,7 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.names import did_you_mean, nearest
 from autopar.plans.format import bytes_text, layout_text, seconds_text
 from autopar.plans.record import PlanRecord, PricedCollective
+from autopar.plans.views.stages import stage_of
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.matching import Precedence, glob_matches, matches, specificity
 from autopar.sharding.layout.syntax import Block, DimRule, GatherStatement, OpPin, Pin, Scope
@@ -36,6 +37,8 @@ class TensorFacts:
     # Dtypes of a parameter as it is stored, and of its gradient while it is summed over ranks.
     stored_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    # The stages of a pipeline that have it.
+    stage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def _tensor(plan: PlanRecord, tensor: NamedTensor) -> TensorFacts:
     if tensor.kind == "param":
         precision = plan.decided.options.precision
         stored, reduced = precision.stored(tensor.dtype), precision.reduced(tensor.dtype)
-    return TensorFacts(tensor, layout, used, gather, tuple(_lines(plan, tensor)), stored, reduced)
+    stage = stage_of(plan, tensor)
+    return TensorFacts(tensor, layout, used, gather, tuple(_lines(plan, tensor)), stored, reduced, stage)
 
 
 def _tensor_lines(facts: TensorFacts) -> Iterator[str]:
@@ -112,6 +116,8 @@ def _tensor_lines(facts: TensorFacts) -> Iterator[str]:
         yield f"  used    {facts.used}"
     if facts.gather is not None:
         yield f"  gather  {facts.gather}"
+    if facts.stage is not None:
+        yield f"  stage   {facts.stage}"
     if facts.stored_dtype not in (None, tensor.dtype) or facts.reduce_dtype not in (None, tensor.dtype):
         yield f"  dtypes  stored in {_short(facts.stored_dtype)}, gradient summed in {_short(facts.reduce_dtype)}"
     for i, (number, line) in enumerate(facts.lines):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.ir.values import NamedTensor
 from autopar.plans.format import bytes_text, percent_text, seconds_text, table
 from autopar.plans.record import PlanRecord
 from autopar.sharding.assignment import Pipelining
 from autopar.sharding.layout.syntax import schedule_text
 from autopar.sharding.pipelining import statements_of
 
-__all__ = ["schedule_rows", "stage_table"]
+__all__ = ["schedule_rows", "stage_of", "stage_table"]
 
 
 def stage_table(plan: PlanRecord) -> list[str]:
@@ -46,6 +47,28 @@ def schedule_rows(plans: Sequence[PlanRecord]) -> list[tuple[str, ...]]:
         counts = (1 if plan.decided.micro is None else plan.decided.micro.count for plan in plans)
         rows.append(("micro-batches", *map(str, counts)))
     return rows
+
+
+def stage_of(plan: PlanRecord, tensor: NamedTensor) -> str | None:
+    """Return the stage that stores or makes a tensor, and those that it is sent to; None without a pipeline."""
+    pipelining = plan.decided.assignment.pipelining
+    if pipelining is None:
+        return None
+    parts, count = pipelining.parts, pipelining.stages
+    readers = (node.name for node in plan.graph.nodes if tensor.name in node.operands)
+    read = {parts[name] % count for name in readers if name in parts}
+    if tensor.kind == "param":
+        own = pipelining.held.get(tensor.name)
+        text = f"stored on stage {own} of {count}"
+    else:
+        made = (node.name for node in plan.graph.nodes if tensor.name in node.outputs)
+        part = next((parts[name] for name in made if name in parts), None)
+        own = None if part is None else part % count
+        text = f"made on stage {own} of {count}"
+    if own is None:
+        return f"on all {count} stages" if tensor.kind in ("param", "input") else "computed on the stages that read it"
+    others = sorted(read - {own})
+    return text if not others else f"{text}, and sent to stage {', '.join(map(str, others))}"
 
 
 def _schedule_text(pipelining: Pipelining) -> str:

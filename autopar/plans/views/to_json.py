@@ -117,6 +117,7 @@ def explanation_data(explanation: Explanation, alternatives: Sequence[Alternativ
         "layout": facts.layout,
         "used": facts.used,
         "held": facts.gather,
+        "stage": facts.stage,
         "lines": [{"line": number, "text": text} for number, text in facts.lines],
     }
     return {
