@@ -39,7 +39,12 @@ def stage_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     if known is None:
         _patch()
         names = tuple(f"{name}{STAGES}" if name == axis else name for name in mesh.mesh_dim_names or ())
-        made = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names)
+        # With the groups of the mesh: new ones are made by all ranks together, also by those of other meshes.
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        ranks = mesh.mesh if mesh.ndim > 1 else None
+        made = DeviceMesh.from_group(
+            groups if mesh.ndim > 1 else groups[0], mesh.device_type, ranks, mesh_dim_names=names
+        )
         known = _MESHES[id(mesh), axis] = mesh, made
     return known[1]
 

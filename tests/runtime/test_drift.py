@@ -14,6 +14,8 @@ from autopar.runtime.module import ParallelModule
 from tests.runtime.launcher import launch
 
 BATCH = 24
+# Replicas of two stages.
+PIPELINE = "micro 2; pipeline dp 1f1b; batch -> none; * -> none"
 SGD = torch.optim.SGD
 
 
@@ -96,6 +98,7 @@ def averaged(mesh: str, line: str, inner: str) -> tuple[float, float, float]:
         pytest.param("pod=2,dp=2", "drift pod -> mean", "ddp", marks=pytest.mark.slow),
         pytest.param("pod=2,dp=2", "drift pod -> mean", "fsdp(fsdp=dp)", marks=pytest.mark.slow),
         pytest.param("pod=2,dp=2", "drift pod -> mean every 0", "fsdp(fsdp=dp)", marks=pytest.mark.slow),
+        pytest.param("pod=2,dp=2", "drift pod -> mean", PIPELINE, marks=pytest.mark.slow),
         pytest.param("dc=2,pod=2", "drift dc*pod -> mean every 0", "ddp", marks=pytest.mark.slow),
     ],
 )

@@ -90,11 +90,20 @@ class Groups:
         lines = self.mesh.mesh.movedim(self.names.index(axis), -1).reshape(-1, self.mesh[axis].size()).tolist()
         if axis not in self._stages:
             # New ones: messages keep the time limit with which their group is made.
-            limit = _time_limit(self.device_type)
-            values, gradients = (dist.new_subgroups_by_enumeration(lines, limit)[0] for _ in range(2))  # type: ignore[no-untyped-call]
-            self._stages[axis] = values, gradients
+            self._stages[axis] = self._new_group(lines), self._new_group(lines)
         (ranks,) = (line for line in lines if dist.get_rank() in line)
         return self._stages[axis], tuple(ranks)
+
+    def _new_group(self, lines: list[list[int]]) -> ProcessGroup:
+        """Return a new group of the line that this rank is in."""
+        limit = _time_limit(self.device_type)
+        made: ProcessGroup
+        if self.replicas > 1:  # the ranks of other replicas make groups of other lines
+            (own,) = (line for line in lines if dist.get_rank() in line)
+            made = dist.new_group(own, limit, use_local_synchronization=True)
+        else:
+            made = dist.new_subgroups_by_enumeration(lines, limit)[0]  # type: ignore[no-untyped-call]
+        return made
 
     def matches_by_tag(self, group: ProcessGroup | None) -> bool:
         """Return whether messages of a group find each other by tags, whatever the order in which they are posted."""
