@@ -10,6 +10,7 @@ meetings, F the parts, T the steps that a meeting may take (`late`):
     ring           sent two times P over a link                       2 P / H
     exponential    sent P over a link; `stale any`: beside the step   P / H
     server(k)      sent 2 P max(1, n / k) over a link                 P / H pushed, and as much pulled
+    stale          and a broadcast to the ranks of a replica that have the same shard
 
 Codes take 1/2 (bfloat16) or 65/256 (int8) of the bytes; `topk` gathers the values and places of all replicas. Waiting
 is simulated: replica i ends step k at t_i(k) = max over the replicas that it waits for + a drawn time. Meetings change
@@ -18,6 +19,7 @@ what is learned, so these prices say nothing about how many steps a training tak
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -74,6 +76,11 @@ def meeting_costs(
     mesh, links = drift.mesh.whole, drift.mesh.links
     network = Network(with_slowest_links(cluster, mesh, links), mesh, links)
     sent, seconds = _sent(statement, network, drift, size, replica_seconds)
+    if statement.stale != 0:
+        copied = _copied_bytes(graph, plan)
+        sent += sum(copied.values()) / max(1, statement.every)
+        waits = sum(network.seconds("broadcast", (axis,), each) for axis, each in copied.items())
+        seconds += waits / max(1, statement.every)
     late = 0.0 if cluster.jitter is None else late_seconds(cluster.jitter, plan.mesh.size, drift, replica_seconds)
     late += 0.0 if statement.stale is None else behind_seconds
     return MeetingCosts(sent, seconds, late, *_memory(statement, drift.replicas, size))
@@ -81,18 +88,45 @@ def meeting_costs(
 
 def _parameter_bytes(graph: NamedGraph, plan: StepPlan) -> float:
     """Return the bytes of the trained parameters of the rank with most, as meetings add them up."""
+    return _on_fullest_stage(plan, _stored_bytes(graph, plan))
+
+
+def _stored_bytes(graph: NamedGraph, plan: StepPlan) -> dict[str, float]:
+    """Return the bytes of the largest shard of each trained parameter."""
     trained = [tensor for tensor in graph.parameters if tensor.requires_grad]
     dtypes = {plan.options.precision.stored(tensor.dtype) for tensor in trained}
     itemsize = 8 if torch.float64 in dtypes else 4
-    stages: dict[int | None, float] = {}
+    found = {}
     for tensor in trained:
         atoms = atoms_of(tensor)
         shape = atoms.fold(plan.assignment.stored[tensor.name].largest_sizes(atoms, plan.axes))
-        pipelining = plan.assignment.pipelining
-        stage = None if pipelining is None else pipelining.held[tensor.name]
-        stages[stage] = stages.get(stage, 0.0) + itemsize * prod(shape)
+        found[tensor.name] = float(itemsize * prod(shape))
+    return found
+
+
+def _on_fullest_stage(plan: StepPlan, sizes: Mapping[str, float]) -> float:
+    """Return the sum of the bytes of some parameters, on the stage that has most."""
+    pipelining = plan.assignment.pipelining
+    stages: dict[int | None, float] = {}
+    for name, size in sizes.items():
+        stage = None if pipelining is None else pipelining.held[name]
+        stages[stage] = stages.get(stage, 0.0) + size
     everywhere = stages.pop(None, 0.0)
     return everywhere + max(stages.values(), default=0.0)
+
+
+def _copied_bytes(graph: NamedGraph, plan: StepPlan) -> dict[str, float]:
+    """Return by axis of a replica the bytes of parameters that its ranks have copies of."""
+    stored, found = _stored_bytes(graph, plan), {}
+    for axis, ranks in plan.axes.items():
+        copied = {
+            name: size
+            for name, size in stored.items()
+            if not any(axis in axes for axes in plan.assignment.stored[name].splits)
+        }
+        if ranks > 1 and copied:
+            found[axis] = _on_fullest_stage(plan, copied)
+    return found
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

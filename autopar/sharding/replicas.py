@@ -90,14 +90,6 @@ def split_replicas(layout: Layout, mesh: Mesh) -> tuple[Layout, Drift | None]:
         names = "*".join(statement.axes)
         message = f"'by {':'.join(map(str, by))}' has {len(by)} shares, and there are {drift.replicas} replicas"
         raise layout_error("E4", message, f"give a number for each replica along {names}", statement.span)
-    ranks = drift.replica_mesh.size
-    if statement.stale != 0 and ranks > 1:
-        raise layout_error(
-            "E4",
-            f"'stale' needs replicas of one rank, and these have {ranks}, which would get different parameters",
-            f"write 'stale 0', or a mesh of {'*'.join(statement.axes)} alone",
-            statement.span,
-        )
     kept = (_inside(one, drift) for one in layout if one is not statement)
     return Layout(tuple(one for one in kept if one is not None), layout.name), drift
 

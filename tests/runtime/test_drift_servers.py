@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.runtime.launcher import launch
-from tests.runtime.test_drift import SGD, add, apart, batches, parallel, train, weights
+from tests.runtime.test_drift import PIPELINE, SGD, add, apart, batches, parallel, train, weights
 from tests.runtime.test_drift_meetings import resumed
 
 pytestmark = pytest.mark.slow
@@ -81,6 +81,46 @@ def test_a_run_goes_on_from_a_checkpoint(line: str) -> None:
 
 
 # -- asynchronous push -------------------------------------------------------------------------------------------------
+
+
+def on_several_ranks(line: str, inner: str) -> tuple[list[tuple[str, Tensor]], float]:
+    """Train replicas of two ranks; return the local parameters at the end, and how far the loss fell."""
+    module = parallel(f"drift pod -> {line}; {inner}", "pod=2,dp=2")
+    optimizer, losses = SGD(module.parameters(), lr=0.05), list[float]()
+    rank = torch.distributed.get_rank()
+    for batch in batches(1) * 12:
+        if rank >= 2:
+            time.sleep(0.03 * (1 + rank % 2))  # the ranks of a replica see different messages
+        optimizer.zero_grad()
+        loss = module(**batch)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    module.replicas.state_dict()
+    named = list(module.named_parameters())
+    local = [(name, one.detach().to_local().clone()) for name, one in named]  # type: ignore[attr-defined]
+    module.replicas.finish()
+    return local, losses[-1] / losses[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "inner"),
+    [
+        ("server(2), stale 2", "ddp"),
+        ("server(1), stale any", PIPELINE),
+        ("exponential, stale any", "ddp"),
+        ("exponential, stale any", "fsdp(fsdp=dp)"),
+    ],
+)
+def test_stale_replicas_of_several_ranks(line: str, inner: str) -> None:
+    """Ranks with the same shard have the same values, whatever messages each of them has seen."""
+    first, second, *others = launch(on_several_ranks, line, inner, ranks=4)
+    for one, other in ((first, second), others):
+        for (name, mine), (_, theirs) in zip(one[0], other[0], strict=True):
+            if inner == "ddp":
+                assert torch.equal(mine, theirs), name
+            assert mine.isfinite().all()
+    assert all(fell < 0.9 for _, fell in (first, second, *others))
 
 
 def pushed(steps: int, lr: float) -> tuple[Tensor, Tensor, float, float]:

@@ -3,7 +3,8 @@
 A replica has a weighted sum x and its weight w, and trains z = x / w. What is sent is taken off both, and added where
 it arrives, so the sums over all replicas stay what they are however late a message is. A fast replica would halve its
 weight again and again, and its steps would be too large by 1/w: what the optimizer does counts w times, and below a
-least weight nothing is sent.
+least weight nothing is sent. Of the ranks of a replica that have the same shard the first one decides: the others
+have other messages, and another weight.
 
 M. Assran and M. Rabbat, "Asynchronous Gradient-Push", 2018; X. Lian et al., "Asynchronous Decentralized Parallel
 Stochastic Gradient Descent", 2018.
@@ -121,6 +122,9 @@ class PushMeeting(Meeting):
     def _store(self) -> None:
         assert self.x is not None, "begun before the first step"
         self._before = self.x / self.w
+        if self.group.replica_size > 1:
+            self.vector.agree(self._before)
+            self.x = self._before * self.w
         self.vector.write(0, self.vector.size, self._before.to(self.vector.device))
 
     def _put(self, place: int, message: Tensor) -> None:

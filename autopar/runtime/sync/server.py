@@ -211,6 +211,8 @@ class ServerMeeting(Meeting):
 
     def _pulled(self, slices: list[Tensor]) -> None:
         self.base = torch.cat(slices)
+        if self.statement.stale != 0:
+            self.vector.agree(self.base)
         self.vector.write(0, self.vector.size, self.base.to(self.vector.device))
 
     def _slices(self) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -8,7 +8,9 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 __all__ = ["ShardVector"]
@@ -81,6 +83,28 @@ class ShardVector:
                     continue
                 parameter.grad = torch.zeros_like(parameter)
             _set(_local(parameter.grad), piece, value)
+
+    def agree(self, vector: Tensor) -> None:
+        """Give ranks of one replica that have the same shard the values of the first of them.
+
+        They need it where a replica waits for some messages of others alone: its ranks then have seen different ones.
+        """
+        meshes: list[DeviceMesh] = [one.device_mesh for one in self.parameters().values() if isinstance(one, DTensor)]
+        for dim in range(meshes[0].ndim if meshes else 0):
+            # Along each axis from its first rank, in one order, so the first rank of all axes decides.
+            copied = [
+                range(*ends)
+                for one, *ends in zip(self.parameters().values(), self.starts, self.starts[1:], strict=False)
+                if isinstance(one, DTensor) and one.device_mesh.size(dim) > 1 and one.placements[dim].is_replicate()
+            ]
+            if not copied:
+                continue
+            group = meshes[0].get_group(dim)
+            values = torch.cat([vector[one.start : one.stop] for one in copied]).to(self.device)
+            dist.broadcast(values, group=group, group_src=0)
+            pieces = torch.split(values.to(vector.device), [len(one) for one in copied])
+            for one, piece in zip(copied, pieces, strict=True):
+                vector[one.start : one.stop] = piece
 
     def tensors(self, vector: Tensor, prefix: str) -> dict[str, Tensor]:
         """Return a vector as tensors of the parameters' shardings, for a checkpoint."""
