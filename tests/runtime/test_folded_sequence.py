@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,24 +88,21 @@ def difference(one: Tensor, other: Any) -> float:
     return float((one - other).detach().abs().max())
 
 
-def step(
-    mesh: str, layout: str, dtype: torch.dtype = torch.float64, backend: str | None = None, **options: Any
-) -> Mapping[str, float]:
+def step(mesh: str, layout: str, dtype: torch.dtype = torch.float64, **options: Any) -> Mapping[str, float]:
     """The differences from one process, and the pairs of this rank."""
     torch.manual_seed(0)
     model = Model().to(dtype)
     given = inputs()
     parallel = autopar.parallelize(copy.deepcopy(model), mesh, given, layout=layout, **options)
-    call: Any = torch.compile(parallel, backend=backend) if backend else parallel
     loss, logits = model(**given)
     loss.backward()
     with Pairs() as pairs:
-        found = call(**given)
+        found = parallel(**given)
     found[0].backward()
     gradients = (difference(one.grad, parallel.get_parameter(name).grad) for name, one in model.named_parameters())
     apart = {"loss": difference(loss, found[0]), "logits": difference(logits, found[1]), "gradients": max(gradients)}
     with torch.no_grad():
-        apart["without grad"] = difference(loss, call(**given)[0])
+        apart["without grad"] = difference(loss, parallel(**given)[0])
     return {**apart, "pairs": pairs.count}
 
 
@@ -135,3 +133,100 @@ def test_one_step(mesh: str) -> None:
     found = launch(steps, mesh, ranks={"cp=2": 2}.get(mesh, 4))
     for layout in range(len(LAYOUTS[mesh])):
         check([rank[layout] for rank in found])
+
+
+class Trunk(Model):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids, labels)[1]
+
+
+def compiled() -> float:
+    """Returns the largest difference of results and gradients."""
+    torch.manual_seed(0)
+    model, given = Trunk().double(), inputs()
+    parallel = autopar.parallelize(copy.deepcopy(model), "cp=2", given, layout=LAYOUTS["cp=2"][0], outputs="full")
+    call: Any = torch.compile(parallel, backend="aot_eager")
+    found, expected = call(**given), model(**given)
+    for result in (found, expected):
+        result.square().sum().backward()
+    gradients = (difference(one.grad, parallel.get_parameter(name).grad) for name, one in model.named_parameters())
+    return max(difference(expected, found), *gradients)
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    assert max(launch(compiled, ranks=2)) < 1e-13
+
+
+# -- other ways to run it ----------------------------------------------------------------------------------------------
+
+
+def other_ways() -> list[Mapping[str, float]]:
+    heads = """
+        fold seq
+        seq -> cp
+        * -> none
+        act[heads] { (heads, kv_heads) -> cp; seq -> none }
+        act[kv_heads] { kv_heads -> cp; seq -> none }
+    """
+    return [
+        # Attention over all rows, of some of the heads.
+        step("cp=2", heads),
+        step("cp=2", "fold seq 4; seq -> cp; * -> none", outputs="full"),
+    ]
+
+
+@pytest.mark.slow
+def test_other_ways_to_run() -> None:
+    for found in zip(*launch(other_ways, ranks=2), strict=True):
+        check([*found])
+
+
+def uneven() -> Mapping[str, float]:
+    # Pieces of 8 positions over three ranks: 3, 3 and 2.
+    return step(
+        "cp=3", "fold seq 4; seq -> cp pad; param { * -> none }; input { * -> none }; * -> none", outputs="full"
+    )
+
+
+@pytest.mark.slow
+def test_uneven_shards() -> None:
+    for found in launch(uneven, ranks=3):
+        assert max(found[name] for name in found if name != "pairs") < 2e-15, found
+
+
+def half() -> Mapping[str, float]:
+    return step("cp=2", LAYOUTS["cp=2"][0], dtype=torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_half_precision() -> None:
+    check(launch(half, ranks=2), 0.1)
+
+
+def local_and_saved(folder: str) -> Mapping[str, float]:
+    """Each rank gives its part of the ids, under a plan that was saved."""
+    torch.manual_seed(0)
+    model, given = Model().double(), inputs()
+    plan = autopar.plan(
+        model, "cp=2", given, layout="fold seq; seq -> cp; * -> none", cluster="h100", cache=False, local_inputs=True
+    )
+    path = f"{folder}/{torch.distributed.get_rank()}.lay"
+    plan.save(path)
+    assert autopar.Plan.load(path, model, given).text == plan.text
+    parallel = autopar.parallelize(copy.deepcopy(model), "cp=2", layout=plan, local_inputs=True)
+    rank = torch.distributed.get_rank()
+    split = {name: "seq" in str(plan.layout_of(name)) or any(plan.layout_of(name).splits) for name in given}
+    own = {name: x.chunk(2, 1)[rank] if split[name] else x for name, x in given.items()}
+    found = parallel(**own)
+    found[0].backward()
+    loss, logits = model(**given)
+    loss.backward()
+    gradients = (difference(one.grad, parallel.get_parameter(name).grad) for name, one in model.named_parameters())
+    return {"loss": difference(loss, found[0]), "logits": difference(logits, found[1]), "gradients": max(gradients)}
+
+
+@pytest.mark.slow
+def test_local_inputs_of_a_saved_plan(tmp_path: Path) -> None:
+    for found in launch(local_and_saved, str(tmp_path), ranks=2):
+        assert max(found.values()) < 2e-15, found
