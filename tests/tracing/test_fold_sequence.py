@@ -104,24 +104,32 @@ def test_a_value_changes_its_order_once() -> None:
     assert len(ops(graph, "folded_attention")) == 1
 
 
+def padded(labels: Tensor) -> Tensor:
+    return functional.pad(labels.long().contiguous(), (0, 1), value=-100)[:, 1:]
+
+
 class Labels(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, is_cut: bool) -> None:
         super().__init__()
-        self.model, self.head = Model(), nn.Linear(8, 5)
+        self.model, self.head, self.is_cut = Model(), nn.Linear(8, 5), is_cut
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        following = functional.pad(labels.long().contiguous(), (0, 1), value=-100)[:, 1:]
-        return functional.cross_entropy(self.head(self.model(x)).flatten(0, 1), following.flatten())
+        logits = self.head(self.model(x))
+        if self.is_cut:
+            return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return functional.cross_entropy(logits.flatten(0, 1), padded(labels).flatten())
 
 
-def test_labels_are_shifted_and_then_folded() -> None:
-    model = Labels().double()
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_labels_are_shifted_and_then_folded(is_cut: bool) -> None:
+    model = Labels(is_cut).double()
     inputs = torch.randn(2, ROWS, 8, dtype=torch.float64), torch.randint(0, 5, (2, ROWS))
     graph = in_order(autopar.trace(model, inputs), parse_layout("fold seq"))
     assert not ops(graph, "unfold")
     # The input, the table of positions, the labels.
     assert len(ops(graph, "fold")) == 3
-    assert [node.operands for node in graph.nodes if "pad" in node.op] == [("labels",)]
+    (pad,) = (node for node in graph.nodes if "pad" in node.op)
+    assert not graph.tensors[pad.outputs[0] or ""].requires_grad
     compare(step(graph.module(), model, inputs, {}), step(model, model, inputs, {}), 1e-14)
 
 

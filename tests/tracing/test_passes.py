@@ -63,6 +63,11 @@ def losses(net: Net, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(x @ net.w, target), F.cross_entropy((x @ net.w).bfloat16(), target)
 
 
+def shifted(net: Net, x: Tensor, target: Tensor) -> Tensor:
+    logits = x.expand(2, 3, 4) @ net.w
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), target.expand(2, 3)[:, 1:].flatten())
+
+
 def bags(net: Net, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     rows = F.embedding_bag(ids, net.table, mode="mean")
     return rows, F.embedding_bag(ids.flatten(), net.table, offsets, mode="sum")
@@ -106,6 +111,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "drop_checks": (checks, (X,)),
     "canonical_ops": (variants, (torch.ones(8),)),
     "read_annotations": (annotated, (X,)),
+    "whole_loss": (shifted, (X, INDEX)),
     "mean_loss_to_sum": (losses, (X, INDEX)),
     "bags_to_rows": (bags, (torch.ones(3, 2, dtype=torch.int64), torch.tensor([0, 1, 5]))),
     "undo_sort": (sorted_rows, (X, INDEX)),

@@ -25,6 +25,7 @@ from autopar.tracing.passes.read_masks import read_masks
 from autopar.tracing.passes.repeated_heads import repeated_heads
 from autopar.tracing.passes.route_rows import route_rows
 from autopar.tracing.passes.undo_sort import undo_sort
+from autopar.tracing.passes.whole_loss import whole_loss
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ PASSES: dict[str, Callable[[Graph, ExportFacts], None]] = {
     # After canonical_ops: an annotated `copy` or `alias` is replaced first, so the text lands on a node that stays.
     # Before all others: an annotation op between two matched ops would hide the pattern.
     "read_annotations": lambda graph, _: read_annotations(graph),
-    # Anywhere: no other pass matches losses.
+    # Before mean_loss_to_sum, which counts the targets that are not ignored.
+    "whole_loss": lambda graph, _: whole_loss(graph),
+    # Anywhere after it: no other pass matches losses.
     "mean_loss_to_sum": lambda graph, _: mean_loss_to_sum(graph),
     # Before undo_sort, which follows rows through ops whose rules keep them apart: `embedding` does, `embedding_bag`
     # does not.
