@@ -92,7 +92,7 @@ def design_stages(
         if found is None:
             return best
         modes, peaks = found
-        seconds = _seconds(costs, cluster, starts, stages, modes, every, count, send_seconds)
+        seconds = _seconds(costs, cluster, starts, stages, modes, every, count, send_seconds, choice)
         if best is not None and seconds >= best.seconds:
             break
         best = StageDesign(choice, stages, tuple(starts), tuple(modes.tolist()), seconds, tuple(peaks))
@@ -155,6 +155,7 @@ def _seconds(
     every: StageOrders,
     count: int,
     send_seconds: Floats,
+    choice: ScheduleChoice,
 ) -> float:
     """Return the time of a step."""
     bounds = [0, *starts, len(modes)]
@@ -165,6 +166,12 @@ def _seconds(
     shown = 1 + max(task.micro_batch for task in every[0])
     own = [times[stage::stages] for stage in range(stages)]
     each = max(sum(part.forward + part.backward for part in mine) for mine in own)
+    if count > shown > stages and 2 * max(sends) > each:
+        # On a slow link they take as long as the messages let the last of those that are simulated.
+        schedule, chunks, more = choice
+        fewer = orders(stages, shown - stages, schedule, chunks, more, halves=True)
+        before = run_stages(times, sends, fewer, cluster).reduced
+        each = max(each, (max(reduced) - max(before)) / stages)
     optimizer = max(sum(part.optimizer for part in mine) for mine in own)
     return max(reduced) + (count - shown) * each + optimizer
 

@@ -97,3 +97,26 @@ def test_no_activation_crosses_the_slow_link() -> None:
     fast = replace(wan, ports=8, port_bytes_per_second=inner[-1].port_bytes_per_second, hop_seconds={})
     near = replace(plan.cluster, level=(*inner, fast))
     assert autopar.evaluate(plan.graph, plan.decided, near).step_seconds < plan.step_seconds
+
+
+@pytest.mark.slow
+def test_a_searched_mesh_keeps_activations_within_a_site() -> None:
+    """Stages on both sides of the slow link would wait for their messages: the batch is split over it instead."""
+    model, inputs = words(1024, layers=8, d_model=2048, vocab=32000, seq=2048)
+    plan = autopar.plan(model, "?", inputs, cluster="h100-two-sites", devices=32, time_limit=20, cache=False)
+    assert plan.decided.assignment.pipelining is None
+    tensors, levels = plan.graph.tensors, plan.network.group
+    crossing = [one for one in plan.collectives if any(span.level.name == "wan" for span in levels(one.axes))]
+    assert any(tensors[one.tensor].kind == "param" for one in crossing)
+    assert all(one.bytes <= 16 for one in crossing if tensors[one.tensor].kind != "param")
+    over = autopar.plan(
+        model,
+        "pp=2,dp=8,tp=2",
+        inputs,
+        layout="micro 16; pipeline pp 1f1b; megatron",
+        cluster="h100-two-sites",
+        memory="1TiB",
+        cache=False,
+        time_limit=10,
+    )
+    assert plan.step_seconds < over.step_seconds
