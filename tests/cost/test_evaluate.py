@@ -27,6 +27,7 @@ from autopar.sharding.options import TrainingOptions
 from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.sharding.time_slice import propagate_plan
 from examples.gpt import gpt
+from tests.traced import traced
 
 CLUSTER = load_cluster("h100")
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
@@ -62,7 +63,7 @@ def test_what_a_layout_says_of_parameters(graph: NamedGraph) -> None:
 
 
 def test_a_plan_is_for_one_graph(graph: NamedGraph) -> None:
-    other = autopar.trace(*gpt())
+    other = traced(gpt)
     assert replace(graph).fingerprint == graph.fingerprint != other.fingerprint
     with pytest.raises(AutoparError, match="the plan is for another graph than this one"):
         evaluate(other, plan_of(graph, "ddp"), CLUSTER)

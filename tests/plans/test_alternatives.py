@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import autopar
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_under_layout
@@ -15,6 +14,7 @@ from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import Block, OpPin, Pin
 from examples.gpt import gpt
+from tests.traced import traced
 
 MESH = Mesh("dp=2,tp=2")
 LAYOUTS = ("megatron_sp", "fsdp_tp(fsdp=dp)")
@@ -23,7 +23,7 @@ NAMES = ("tokens.weight", "blocks.0.up.weight", "blocks.0.up/linear", "blocks.0/
 
 @pytest.fixture(scope="module")
 def graph() -> NamedGraph:
-    return autopar.trace(*gpt(batch=8, heads=4, d_model=32, seq=12))
+    return traced(gpt, batch=8, heads=4, d_model=32, seq=12)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)

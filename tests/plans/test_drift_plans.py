@@ -24,13 +24,14 @@ from autopar.sharding.options import TrainingOptions
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import strategy_plans
 from examples.gpt import gpt
+from tests.traced import traced
 
 H100 = load_cluster("h100")
 
 
 @pytest.fixture(scope="module")
 def graph() -> NamedGraph:
-    return autopar.trace(*gpt(batch=8))
+    return traced(gpt, batch=8)
 
 
 def plan_of(graph: NamedGraph, layout: str, mesh: str = "pod=2,dp=2", cluster: Cluster = H100) -> Plan:
@@ -62,14 +63,14 @@ def test_a_plan_carries_the_line(graph: NamedGraph, line: str) -> None:
     assert plan.summary().startswith("GPT on pod=2,dp=2: 4 ×")
     assert plan.to_json()["drift"]["statement"] == line
     # Sizes of another batch are retargeted.
-    other = Plan.read(plan.text, replica_graph(autopar.trace(*gpt(batch=16)), plan.decided.drift, "batch"))
+    other = Plan.read(plan.text, replica_graph(traced(gpt, batch=16), plan.decided.drift, "batch"))
     assert other.decided.drift == plan.decided.drift
 
 
 def test_a_search_plans_one_replica(graph: NamedGraph) -> None:
     request = PlanRequest(H100, time_limit=5, cache=False)
     plan = plan_graph(graph, (Mesh("pod=2,dp=2"),), "drift pod -> mean every 16; batch -> ?; seq -> none", request)
-    alone = plan_graph(autopar.trace(*gpt(batch=4)), (Mesh("dp=2"),), "batch -> ?; seq -> none", request)
+    alone = plan_graph(traced(gpt, batch=4), (Mesh("dp=2"),), "batch -> ?; seq -> none", request)
     assert plan.decided.assignment == alone.decided.assignment
     assert plan.bound_seconds == alone.bound_seconds
     assert plan.step_seconds > alone.step_seconds

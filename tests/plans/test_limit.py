@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import autopar
 from autopar.cli import main
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh
@@ -16,6 +15,7 @@ from autopar.plans.plan import Plan
 from autopar.sharding.layout.language import parse_layout
 from autopar.solver.infeasible import NoFeasiblePlan
 from examples.gpt import gpt
+from tests.traced import traced
 
 HAS = load_cluster("h100").device.memory_bytes
 
@@ -38,7 +38,7 @@ def test_the_limit(memory: str | float | None, layout: str | None, share: float)
 
 
 def test_words_and_text_say_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    graph = autopar.trace(*gpt())
+    graph = traced(gpt)
     usual = plan_under_layout(graph, Mesh("dp=2"), "ddp", PlanRequest("h100"))
     assert "of 67.06 GiB per device, 90 % of its memory: fits" in usual.summary()
     assert Plan.read(usual.text, graph).limit_bytes == usual.limit_bytes == int(0.9 * HAS)
@@ -49,7 +49,7 @@ def test_words_and_text_say_it(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 def test_what_only_the_whole_device_can_hold() -> None:
     """It is refused with the words that allow it."""
-    graph, mesh = autopar.trace(*gpt(layers=1)), (Mesh("dp=2"),)
+    graph, mesh = traced(gpt, layers=1), (Mesh("dp=2"),)
     cluster = load_cluster("h100")
     with pytest.raises(NoFeasiblePlan) as refused:
         plan_graph(graph, mesh, "ddp", PlanRequest(cluster, 1000, cache=False, time_limit=60))

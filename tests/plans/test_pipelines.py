@@ -38,6 +38,7 @@ from autopar.solver.solve import strategy_plans
 from examples.gpt import gpt
 from examples.hf import hf
 from tests.ranks import SimulatedGroups, on_ranks
+from tests.traced import traced
 
 REQUEST = PlanRequest("h100", cache=False)
 
@@ -71,9 +72,12 @@ class Products(nn.Module):
         return self.last(z @ (z.t() @ z) if z.shape[0] == 1 else z).square().mean()
 
 
+def layers_of(batch: int) -> tuple[nn.Module, tuple[Tensor]]:
+    return Layers(), (torch.empty(batch, 1024, device="meta"),)
+
+
 def priced(mesh: str, layout: str, batch: int = 2**16) -> autopar.Plan:
-    graph = autopar.trace(Layers(), (torch.empty(batch, 1024, device="meta"),))
-    return plan_under_layout(graph, autopar.Mesh(mesh), layout, REQUEST)
+    return plan_under_layout(traced(layers_of, batch), autopar.Mesh(mesh), layout, REQUEST)
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", (4, 3, 2, 1)), ("gpipe", (16,) * 4)])
@@ -199,7 +203,7 @@ def test_stages_share_the_model() -> None:
 
 
 def test_one_value_crosses_each_cut_of_a_gpt() -> None:
-    graph = autopar.trace(*gpt(layers=4, batch=8))
+    graph = traced(gpt, layers=4, batch=8)
     plan = plan_under_layout(graph, autopar.Mesh("pp=4"), "micro 4; pipeline pp 1f1b; * -> none", REQUEST)
     crossing = lower_step(plan.graph, plan.decided).crossing
     assert sorted((making, tuple(reading)) for _, making, reading in crossing) == [(0, (1,)), (1, (2,)), (2, (3,))]
@@ -236,7 +240,7 @@ TIED = [
 @pytest.mark.parametrize(("mesh", "layout"), TIED)
 def test_tied_parameters_are_priced_as_they_are_sent(mesh: str, layout: str) -> None:
     """The table of tokens and logits: its bytes in the price are those that the graph of a rank sends."""
-    plan = plan_under_layout(autopar.trace(*gpt(layers=4, vocab=104, batch=8)), autopar.Mesh(mesh), layout, REQUEST)
+    plan = plan_under_layout(traced(gpt, layers=4, vocab=104, batch=8), autopar.Mesh(mesh), layout, REQUEST)
     step = lower_step(plan.graph, plan.decided)
     axes = plan.decided.mesh
     assignment = propagate(plan.graph, choose_layout(layout, axes), axes)
@@ -268,7 +272,7 @@ def test_tied_parameters_are_priced_as_they_are_sent(mesh: str, layout: str) -> 
 
 @pytest.mark.parametrize(("mesh", "layout"), TIED)
 def test_tied_parameters_are_stored_once(mesh: str, layout: str) -> None:
-    graph = autopar.trace(*gpt(layers=4, vocab=104, batch=8))
+    graph = traced(gpt, layers=4, vocab=104, batch=8)
     plan = plan_under_layout(graph, autopar.Mesh(mesh), layout, REQUEST)
     step = lower_step(plan.graph, plan.decided)
     alone = re.sub(r"pipeline \w+ [^;]*; ", "", layout)
@@ -377,7 +381,7 @@ def test_the_timeline_shows_the_stages() -> None:
     ],
 )
 def test_a_plan_is_read_as_it_was_written(mesh: str, layout: str) -> None:
-    plan = plan_graph(autopar.trace(*gpt(layers=4, batch=8)), (autopar.Mesh(mesh),), layout, REQUEST)
+    plan = plan_graph(traced(gpt, layers=4, batch=8), (autopar.Mesh(mesh),), layout, REQUEST)
     again = autopar.Plan.read(plan.text, plan.graph)
     assert again.decided == plan.decided
     assert again.costs == plan.costs
@@ -390,14 +394,14 @@ def test_a_plan_is_read_as_it_was_written(mesh: str, layout: str) -> None:
 
 def test_parts_take_equal_time() -> None:
     """The loss counts by its time: by its multiplications alone the last stage would be the slowest by far."""
-    graph = autopar.trace(*gpt(layers=12, d_model=1024, heads=16, vocab=50000, seq=1024, batch=64, device="meta"))
+    graph = traced(gpt, layers=12, d_model=1024, heads=16, vocab=50000, seq=1024, batch=64, device="meta")
     plan = plan_graph(graph, (autopar.Mesh("pp=2"),), "micro 4; pipeline pp 1f1b", REQUEST)
     busy = [stage.busy_seconds for stage in plan.costs.stages]
     assert max(busy) < 1.25 * min(busy)
 
 
 def test_memory_limits_the_fullest_stage() -> None:
-    graph = autopar.trace(*gpt(layers=8, d_model=256, heads=8, seq=256, batch=64, device="meta"))
+    graph = traced(gpt, layers=8, d_model=256, heads=8, seq=256, batch=64, device="meta")
     text = "micro 8; pipeline pp 1f1b; cut pp before @blocks.4"
     free = plan_graph(graph, (autopar.Mesh("pp=2"),), text, REQUEST)
     limit = 0.6 * free.memory_bytes
@@ -422,7 +426,7 @@ def test_a_limit_of_a_layout_is_that_of_a_stage() -> None:
 
 
 def test_an_open_schedule_is_the_fastest_that_fits() -> None:
-    graph = autopar.trace(*gpt(layers=8, d_model=256, heads=8, seq=256, batch=64, device="meta"))
+    graph = traced(gpt, layers=8, d_model=256, heads=8, seq=256, batch=64, device="meta")
     mesh = (autopar.Mesh("pp=2"),)
     found = plan_graph(graph, mesh, "micro 8; pipeline pp ?; cut pp ?; * -> none", REQUEST)
     assert "?" not in str(found.layout)
@@ -440,7 +444,7 @@ def test_an_open_schedule_is_the_fastest_that_fits() -> None:
 @pytest.mark.parametrize("cluster", ["h100", "local-cpu"])
 def test_an_open_number_of_micro_batches_is_the_fastest(cluster: str) -> None:
     # The bound is far below these steps, so it excludes no number.
-    graph = autopar.trace(*gpt(layers=2, d_model=64, heads=4, vocab=48, seq=64, batch=16, device="meta"))
+    graph = traced(gpt, layers=2, d_model=64, heads=4, vocab=48, seq=64, batch=16, device="meta")
     request, mesh = PlanRequest(cluster, cache=False), (autopar.Mesh("pp=2,dp=2"),)
     layout = "pipeline pp 1f1b; batch -> dp; * -> none"
     times = {n: plan_graph(graph, mesh, f"micro {n}; {layout}", request).step_seconds for n in (2, 4, 8)}
@@ -453,7 +457,7 @@ def test_an_open_number_of_micro_batches_is_the_fastest(cluster: str) -> None:
 def test_open_meshes_may_have_one_stage() -> None:
     """An axis of one rank has no stages, and needs no micro-batches."""
     meshes = meshes_of("pp=?,dp=?", 2)
-    graph = autopar.trace(*gpt(layers=4, batch=8))
+    graph = traced(gpt, layers=4, batch=8)
     plan = plan_graph(graph, meshes, "micro ?{1, 2}; pipeline pp ?; batch -> dp; * -> none", REQUEST)
     alone = plan_under_layout(graph, autopar.Mesh("pp=1,dp=2"), "pipeline pp 1f1b; batch -> dp; * -> none", REQUEST)
     assert plan.step_seconds <= alone.step_seconds
@@ -499,7 +503,7 @@ def test_stages_and_micro_batches_stand_side_by_side() -> None:
 
 
 def test_an_explanation_names_the_stages() -> None:
-    graph = autopar.trace(*gpt(layers=2, batch=8))
+    graph = traced(gpt, layers=2, batch=8)
     plan = plan_under_layout(graph, autopar.Mesh("pp=2"), "micro 4; pipeline pp 1f1b; * -> none", REQUEST)
     expected = {
         "blocks.0.up.weight": "stored on stage 0 of 2",
@@ -640,7 +644,7 @@ def test_without_a_number_that_divides(layout: str, batch: int, text: str) -> No
 
 
 def test_a_search_chooses_the_micro_batches_of_a_strategy() -> None:
-    graph = autopar.trace(*gpt(layers=4, batch=8))
+    graph = traced(gpt, layers=4, batch=8)
     for layout in ("pipeline", "pipeline pp 1f1b; batch -> dp; * -> none"):
         plan = plan_graph(graph, (autopar.Mesh("pp=2,dp=2"),), layout, REQUEST)
         assert plan.decided.micro is not None
@@ -651,7 +655,7 @@ def test_a_search_chooses_the_micro_batches_of_a_strategy() -> None:
 
 
 def test_strategies_with_stages_are_priced_where_the_mesh_has_their_axis() -> None:
-    graph = autopar.trace(*gpt(layers=4, batch=8))
+    graph = traced(gpt, layers=4, batch=8)
     staged_names = {"megatron_3d(pp=pp, dp=none, tp=tp)", "pipeline(pp=pp, dp=tp)"}
     for mesh, layout, expected in (("pp=2,tp=2", "ddp(dp=none)", staged_names), ("dp=4", "ddp", set())):
         plan = plan_under_layout(graph, autopar.Mesh(mesh), layout, REQUEST)
@@ -701,7 +705,7 @@ def test_no_stages_where_an_op_needs_the_whole_batch() -> None:
 @pytest.mark.parametrize("layout", ["micro 2", "micro 2; pipeline pp ?"])
 @pytest.mark.parametrize("architecture", ["bart", "bert", "gemma2", "mixtral", "opt", "phi", "t5", "vit"])
 def test_architectures(architecture: str, layout: str) -> None:
-    graph = autopar.trace(*hf(architecture, batch=4, device="meta"))
+    graph = traced(hf, architecture, batch=4, device="meta")
     mesh = "pp=2,dp=2" if "pp" in layout else "dp=2,tp=2"
     plan = plan_graph(graph, (autopar.Mesh(mesh),), layout, REQUEST)
     again = autopar.Plan.read(plan.text, plan.graph)

@@ -17,13 +17,14 @@ from autopar.plans.find import PlanRequest, plan_under_layout
 from autopar.plans.open_mesh import meshes_of
 from autopar.plans.plan import Plan
 from examples.gpt import gpt
+from tests.traced import traced
 
 HERE = PlanRequest("local-cpu")
 
 
 @pytest.fixture(scope="module")
 def graph() -> autopar.NamedGraph:
-    return autopar.trace(*gpt(batch=8))
+    return traced(gpt, batch=8)
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +106,14 @@ def test_any_line_of_the_code_makes_another_planner(tmp_path: Path) -> None:
 
 def test_other_sizes(megatron: Plan) -> None:
     for batch in (4, 5):
-        graph = autopar.trace(*gpt(batch=batch))
+        graph = traced(gpt, batch=batch)
         plan = Plan.read(megatron.text, graph)
         assert plan.decided.assignment.stored["blocks.0.up.weight"].splits == (("tp",), ())
         assert plan.decided.assignment.values["blocks.0/add"].splits[0] == ("dp",)
 
 
 def test_another_model(megatron: Plan) -> None:
-    graph = autopar.trace(*gpt(layers=3, batch=8))
+    graph = traced(gpt, layers=3, batch=8)
     with pytest.raises(AutoparError) as error:
         Plan.read(megatron.text, graph, "old.plan.lay")
     assert str(error.value).startswith(

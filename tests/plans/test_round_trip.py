@@ -34,6 +34,7 @@ from examples.moe import moe
 from examples.resnet import resnet
 from tests.runtime.random_decisions import random_decisions
 from tests.runtime.random_programs import program_of
+from tests.traced import traced
 
 MODELS = {"gpt": gpt, "moe": moe, "resnet": resnet, "llama": lambda: hf("llama"), "t5": lambda: hf("t5")}
 MESHES: tuple[Mapping[str, int], ...] = (
@@ -116,7 +117,7 @@ def test_random_decisions(first_seed: int) -> None:
     ],
 )
 def test_layouts_by_hand(text: str) -> None:
-    graph = trace(*gpt())
+    graph = traced(gpt)
     axes = {"dp": 2, "fsdp": 2}
     found = check(graph, propagate(graph, parse_layout(text), axes))
     again = propagate(graph, parse_layout(found), axes)
@@ -127,14 +128,14 @@ def test_repeated_layers_are_one_line() -> None:
     axes = {"dp": 2, "tp": 2}
     lines = []
     for layers in (2, 12):
-        graph = trace(*hf("llama", batch=4, num_hidden_layers=layers))
+        graph = traced(hf, "llama", batch=4, num_hidden_layers=layers)
         assignment = propagate(graph, choose_layout("megatron_sp", axes), axes)
         lines.append(len(check(graph, assignment).splitlines()))
     assert lines[1] <= lines[0] + 4
 
 
 def test_a_layer_that_is_unlike_the_others_has_its_own_lines() -> None:
-    graph = trace(*gpt(layers=4))
+    graph = traced(gpt, layers=4)
     axes = {"tp": 2}
     text = "* -> none; @blocks.2.up.weight[d_ff -> tp]; @blocks.2.up.bias[d_ff -> tp]"
     assignment = propagate(graph, parse_layout(text), axes)
@@ -143,7 +144,7 @@ def test_a_layer_that_is_unlike_the_others_has_its_own_lines() -> None:
 
 def test_holdings_are_compared() -> None:
     """The check above would see another holding."""
-    graph = trace(*gpt())
+    graph = traced(gpt)
     axes = {"fsdp": 2}
     one = propagate(graph, choose_layout("fsdp", axes), axes)
     name, policy = next((name, policy) for name, policy in one.gather_policies.items() if not policy.regather)

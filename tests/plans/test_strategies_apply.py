@@ -17,6 +17,7 @@ from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import strategy_plans
 from examples.gpt import gpt
 from examples.moe import moe
+from tests.traced import traced
 
 TEXT = ("batch", "seq", "d_model", "heads", "d_ff", "vocab")
 
@@ -42,7 +43,7 @@ def test_which_axes_a_model_has_a_use_for(strategy: str, dims: tuple[str, ...], 
 
 def test_a_strategy_is_not_faster_by_splitting_nothing() -> None:
     """On a model so small that nothing pays, the strategies are still listed under their own names."""
-    plan = plan_under_layout(autopar.trace(*gpt()), Mesh("dp=2"), "ddp", PlanRequest("h100"))
+    plan = plan_under_layout(traced(gpt), Mesh("dp=2"), "ddp", PlanRequest("h100"))
     names = list(price_strategies(plan))
     assert {"ddp(dp=dp)", "fsdp(fsdp=dp)", "zero1(dp=dp)", "a layout that splits nothing"} <= {*names}
     assert not any(name.startswith(("gshard_moe", "spatial")) for name in names)

@@ -16,6 +16,7 @@ from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.sharding.time_slice import propagate_plan
 from examples.hf import hf
+from tests.traced import traced
 
 
 def answer(layer: nn.Module, limit: str, ranks: int) -> str:
@@ -137,7 +138,7 @@ SPLIT = {
 @pytest.mark.parametrize("architecture", SPLIT)
 def test_no_two_dims_of_a_weight_claim_the_axis_of_a_strategy(architecture: str, strategy: str) -> None:
     """Beside a low-rank dim, one head of keys, and the dim of a narrow table there is what is split."""
-    graph = autopar.trace(*hf(architecture))
+    graph = traced(hf, architecture)
     assignment = propagate(graph, choose_layout(strategy, {"tp": 2}), {"tp": 2})
     name, dim = SPLIT[architecture]
     (place,) = (i for i, atom in enumerate(graph.tensors[name].atoms) if dim in atom.names)

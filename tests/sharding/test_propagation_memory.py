@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 
-import autopar
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import axes_of, load_strategy, strategy_names
 from autopar.sharding.propagation import PropagationCache, propagate
 from examples.hf import hf
+from tests.traced import traced
 
 AXES = {"dp": 2, "tp": 2}
 
@@ -20,7 +20,7 @@ AXES = {"dp": 2, "tp": 2}
     scope="module", params=["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in ("t5", "resnet"))]
 )
 def graph(request: pytest.FixtureRequest) -> NamedGraph:
-    return autopar.trace(*hf(request.param, batch=4, seq=8, train=True))
+    return traced(hf, request.param, batch=4, seq=8, train=True)
 
 
 def test_a_completion_beside_others_is_the_same_as_alone(graph: NamedGraph) -> None:
@@ -47,7 +47,7 @@ def test_a_completion_beside_others_is_the_same_as_alone(graph: NamedGraph) -> N
 
 
 def test_equal_ops_of_repeated_layers_have_one_form() -> None:
-    graph = autopar.trace(*hf("llama", batch=4, seq=8, num_hidden_layers=3))
+    graph = traced(hf, "llama", batch=4, seq=8, num_hidden_layers=3)
     forms = graph.forms
     names = [node.name for node in graph.nodes if node.name.endswith("mlp.up_proj/linear")]
     assert len(names) == 3

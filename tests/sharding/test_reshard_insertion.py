@@ -31,6 +31,7 @@ from examples.mlp import mlp
 from examples.moe import moe
 from examples.resnet import resnet
 from tests.runtime.random_programs import Program, random_layout
+from tests.traced import traced
 
 TILES = "batch:dp; height:sy; width:sx; *:none"
 
@@ -135,7 +136,7 @@ def test_once_per_layout_and_again_at_the_outputs() -> None:
 
 @pytest.mark.parametrize(("layout", "mesh"), [("ddp", "dp=2"), ("fsdp", "fsdp=2"), ("megatron_sp", "dp=2,tp=2")])
 def test_buckets_are_those_of_the_generated_graph(layout: str, mesh: str) -> None:
-    graph = trace(*gpt(layers=3, d_model=192, batch=4, seq=8, vocab=1024))
+    graph = traced(gpt, layers=3, d_model=192, batch=4, seq=8, vocab=1024)
     axes = sizes(mesh)
     assignment = propagate(graph, choose_layout(layout, axes), axes)
     emitted = emit(graph, assignment, FirstRank(axes), "sharded", False)  # type: ignore[arg-type]
