@@ -8,6 +8,7 @@ from pathlib import Path
 
 from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.loading import LoadingCosts, loading_costs
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.network import Network
 from autopar.cost.unequal_devices import with_slowest_links
@@ -67,6 +68,11 @@ class PlanRecord:
     @cached_property
     def costs(self) -> Costs:
         return evaluate(self.graph, self.decided, self.cluster)
+
+    @cached_property
+    def loading(self) -> LoadingCosts:
+        """Return the time to scatter weights that the first rank alone has, and to gather them on it."""
+        return loading_costs(self.graph, self.decided, self.cluster)
 
     @property
     def step_seconds(self) -> float:

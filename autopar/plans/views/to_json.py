@@ -73,6 +73,7 @@ def costs_data(plan: PlanRecord) -> dict[str, Any]:
             "inputs": memory.inputs_bytes,
             "saved": memory.saved_bytes,
         },
+        "loading": asdict(plan.loading),
     }
 
 
