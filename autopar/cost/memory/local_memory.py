@@ -24,6 +24,8 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
+from autopar.rules.ops.folded import FOLDED_ATTENTION
+from autopar.rules.shard_call.folded import attend_folded
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.buckets import Bucket, buffers_of, shape_of
@@ -69,6 +71,8 @@ def local_footprint(
         kinds = {step.kind for message in lowered_op.messages() for step in message.reshard.forward}
         if StepKind.HALO_EXCHANGE not in kinds:
             return _lowered_footprint(graph, node, op_assignment, lowered_op, axes)
+    if node.op == str(FOLDED_ATTENTION):
+        return _attention_footprint(graph, node, op_assignment, axes)
     whole = graph.footprints[node.node]
     share = share_of(node, op_assignment.choice, axes)
     return replace(
@@ -77,6 +81,15 @@ def local_footprint(
         forward_bytes=round(whole.forward_bytes * share),
         backward_bytes=round(whole.backward_bytes * share),
     )
+
+
+def _attention_footprint(graph: NamedGraph, node: NamedNode, op_assignment: OpAssignment, axes: SubMesh) -> Footprint:
+    """Run attention over a folded sequence on fake tensors of one rank: the gradients of all keys are no share."""
+    source = next(found for found in graph.exported.graph_module.graph.nodes if found.name == node.node)
+    options = {name: source.kwargs[name] for name in ("scale", "enable_gqa", "pieces", "window")}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        operands = [_operand(graph, name or "", op_assignment, i, axes) for i, name in enumerate(node.operands)]
+        return measure(operands, lambda: attend_folded(*operands, *options.values()))  # type: ignore[arg-type]
 
 
 def _lowered_footprint(

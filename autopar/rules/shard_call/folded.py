@@ -2,8 +2,9 @@
 
 A fold cuts a sequence of `n` positions in `k` pieces and reverses every odd one. A shard holds the positions `start` to
 `stop` of every piece, so its rows are `k` stretches of the sequence, and all shards see equally many keys. Each stretch
-attends to the keys up to its last row, or to those in its window. No mask of the whole is made: a kernel knows the
-causal form, and parts of one stretch are merged by the logarithms of the sums of their weights.
+attends to the keys before it, in whatever order they stand, and to its own square. The kernel of a device knows the
+causal form, so no mask is made; the parts are merged by the logarithms of the sums of their weights. In a window the
+keys are put in their order first.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def attend_folded(
     if kernel == "flash":
         width = -(-width // GPU_ALIGNMENT) * GPU_ALIGNMENT
     q, k, v = (widened(x, width) for x in with_heads(query, key, value, grouped, shares=kernel != "written"))
-    stretches = stretches_of(pieces, key.shape[-2] // pieces, start, query.shape[-2] // pieces)
-    found: Tensor = _Folded.apply(q, k, v, scale, pieces, window, stretches, kernel)  # type: ignore[no-untyped-call]
+    rows = _Rows(pieces, key.shape[-2] // pieces, start, query.shape[-2] // pieces, window, kernel)
+    found: Tensor = _Folded.apply(q, k, v, scale, rows)  # type: ignore[no-untyped-call]
     return found[..., : value.shape[-1]].reshape(shape)
 
 
@@ -115,106 +116,98 @@ def _rows(
     return attend_folded(query, key, value, scale, enable_gqa, pieces, window, start)
 
 
-# -- all stretches as one function -------------------------------------------------------------------------------------
+# -- the calls of a kernel ---------------------------------------------------------------------------------------------
+
+# Stretch of a folded tensor: its first row, their number, and whether the order is reversed.
+_Range = tuple[int, int, bool]
 
 
-class _Folded(torch.autograd.Function):
-    """Attention of all stretches; it saves its operands as they came, folded, and no part of the keys twice."""
+def _take(x: Tensor, ranges: tuple[_Range, ...]) -> Tensor:
+    """Return some rows, ascending by position; one range in its own order is no copy."""
+    found = [x.narrow(-2, begin, count) for begin, count, _ in ranges]
+    found = [one.flip(-2) if flips else one for one, (_, _, flips) in zip(found, ranges, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found, -2)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        pieces: int,
-        window: int,
-        stretches: tuple[RowStretch, ...],
-        kernel: str,
-    ) -> Tensor:
-        rows, keys, values = (fold(x, -2, pieces) for x in (q, k, v))
-        found, sums = [], []
-        for call in _calls(stretches, window, kernel):
-            own = rows.narrow(-2, call.row, call.rows)
-            parts = [FORWARD[kernel](own, *part.of(keys, values), part, scale) for part in call.parts]
-            one, total = _merged(parts)
-            found.append(one.to(q.dtype))
-            sums.append(total)
-        result = fold(torch.cat(found, -2), -2, pieces) if found else q.new_zeros(*q.shape[:-1], v.shape[-1])
-        ctx.save_for_backward(q, k, v, result, *([torch.cat(sums, -1)] if sums else []))
-        ctx.call = scale, pieces, window, stretches, kernel
-        return result
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_derivative("attention over a folded sequence")
-        q, k, v, result, *sums = ctx.saved_tensors
-        scale, pieces, window, stretches, kernel = ctx.call
-        rows, keys, values, found, given = (fold(x, -2, pieces) for x in (q, k, v, result, gradient))
-        # The CPU's kernel reads rows that are contiguous.
-        given = given.contiguous()
-        of_keys, of_values = (torch.zeros_like(in_sum_dtype(x)) for x in (keys, values))
-        of_rows = []
-        for call in _calls(stretches, window, kernel):
-            own, one, its = (x.narrow(-2, call.row, call.rows) for x in (rows, found, given))
-            total = sums[0].narrow(-1, call.row, call.rows)
-            of_own: Tensor | None = None
-            for part in call.parts:
-                seen = part.of(keys, values)
-                # With the merged result and sums, the gradients of each part are its share of those of the whole.
-                made = BACKWARD[kernel](its, own, *seen, one, total, part, scale)
-                of_own = made[0] if of_own is None else of_own + made[0]
-                for into, more in zip(part.of(of_keys, of_values), made[1:], strict=True):
-                    into.add_(more)
-            assert of_own is not None, "each row sees a key"
-            of_rows.append(of_own)
-        of_q = fold(torch.cat(of_rows, -2).to(q.dtype), -2, pieces) if of_rows else torch.zeros_like(q)
-        back = (fold(of.to(x.dtype), -2, pieces) for of, x in ((of_keys, k), (of_values, v)))
-        return of_q, *back, None, None, None, None, None
+def _add(into: Tensor, ranges: tuple[_Range, ...], more: Tensor) -> None:
+    """Add values to the rows that `_take` returns."""
+    at = 0
+    for begin, count, flips in ranges:
+        part = more.narrow(-2, at, count)
+        into.narrow(-2, begin, count).add_(part.flip(-2) if flips else part)
+        at += count
 
 
 @dataclass(frozen=True)
 class _KeyRange:
     """Keys that rows see: all of them, those up to each row, or those in a window up to each row."""
 
-    begin: int
-    keys: int
+    ranges: tuple[_Range, ...]
     causal: bool = False
     window: int = 0
-
-    def of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return keys.narrow(-2, self.begin, self.keys), values.narrow(-2, self.begin, self.keys)
 
 
 @dataclass(frozen=True)
 class _RowCall:
-    """Rows with the ranges of keys that they see; the last key of the last range is that of the last row."""
+    """Rows, and the ranges of keys that they see; the last key of a causal range is that of the last row."""
 
-    row: int
-    rows: int
+    rows: _Range
     parts: tuple[_KeyRange, ...]
 
 
-def _calls(stretches: tuple[RowStretch, ...], window: int, kernel: str) -> Iterator[_RowCall]:
-    """Yield the calls of a kernel for some stretches, in the order of the rows."""
-    for one in stretches:
-        # A kernel with a window of its own takes a stretch at once; elsewhere a block of rows has a small mask.
-        block = one.rows
-        if kernel == "written":
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a shard: `rows` positions from `start` on of each piece of `length`."""
+
+    pieces: int
+    length: int
+    start: int
+    rows: int
+    window: int
+    kernel: str
+
+    def calls(self) -> Iterator[_RowCall]:
+        """Yield the calls of a kernel, by piece."""
+        # A kernel takes a stretch at once; written out, and beside a mask for a window, it is cut in blocks.
+        block = max(self.rows, 1)
+        if self.kernel == "written":
             block = BLOCK_ROWS
-        elif window and kernel == "cpu":
-            block = max(window, BLOCK_ROWS)
-        for begin in range(0, one.rows, block):
-            rows, at = min(block, one.rows - begin), one.begin + begin
-            first = max(0, at - window + 1) if window else 0
-            if kernel != "cpu" or (window and at + rows > window):
-                parts: tuple[_KeyRange, ...] = (_KeyRange(first, at + rows - first, True, window),)
-            else:
-                # This kernel knows the square of the rows themselves and, apart, the keys before them.
-                before = (_KeyRange(0, at),) if at else ()
-                parts = (*before, _KeyRange(at, rows, True))
-            yield _RowCall(one.row + begin, rows, parts)
+        elif self.window and self.kernel == "cpu":
+            block = max(self.window, BLOCK_ROWS)
+        for piece in range(self.pieces):
+            flips = piece % 2 == 1
+            before = self.length - self.start - self.rows if flips else self.start
+            begin = piece * self.length + before
+            for first in range(0, self.rows, block):
+                count = min(block, self.rows - first)
+                at = self.rows - first - count if flips else first
+                parts = self._window(begin + first, count) if self.window else self._causal(piece, begin, first + count)
+                yield _RowCall((piece * self.rows + at, count, flips), tuple(parts))
+
+    def _causal(self, piece: int, begin: int, count: int) -> Iterator[_KeyRange]:
+        """Yield the keys before a stretch, in any order, and those of its first `count` rows."""
+        offset = piece * self.length
+        if piece % 2:
+            # Earlier positions of a reversed piece stand behind the stretch.
+            after = offset + self.start + self.rows
+            earlier = [(0, offset), (after, offset + self.length - after)]
+        else:
+            earlier = [(0, offset + self.start)]
+        yield from (_KeyRange(((at, number, False),)) for at, number in earlier if number)
+        yield _KeyRange(self._stored(begin, begin + count), causal=True)
+
+    def _window(self, begin: int, count: int) -> Iterator[_KeyRange]:
+        yield _KeyRange(self._stored(max(0, begin - self.window + 1), begin + count), True, self.window)
+
+    def _stored(self, first: int, stop: int) -> tuple[_Range, ...]:
+        """Return where the positions from `first` to `stop` stand."""
+        found = []
+        for piece in range(first // self.length, (stop - 1) // self.length + 1):
+            offset = piece * self.length
+            begin, end = max(first, offset) - offset, min(stop, offset + self.length) - offset
+            at = self.length - end if piece % 2 else begin
+            found.append((offset + at, end - begin, piece % 2 == 1))
+        return tuple(found)
 
 
 def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -227,25 +220,70 @@ def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return found, total
 
 
+# -- all calls as one function -----------------------------------------------------------------------------------------
+
+
+class _Folded(torch.autograd.Function):
+    """Attention of all rows; it saves its operands as they came, folded, and copies no more keys than it has rows."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, shard: _Rows) -> Tensor:
+        found: list[tuple[int, Tensor, Tensor]] = []
+        for call in shard.calls():
+            own, parts = _take(q, (call.rows,)), []
+            for part in call.parts:
+                parts.append(FORWARD[shard.kernel](own, _take(k, part.ranges), _take(v, part.ranges), part, scale))
+            one, total = _merged(parts)
+            at, _, flips = call.rows
+            found.append((at, one.flip(-2), total.flip(-1)) if flips else (at, one, total))
+        found.sort(key=lambda one: one[0])
+        if not found:
+            result, sums = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[:-1])
+        else:
+            result = torch.cat([one.to(q.dtype) for _, one, _ in found], -2)
+            sums = torch.cat([total for _, _, total in found], -1)
+        ctx.save_for_backward(q, k, v, result, sums)
+        ctx.call = scale, shard
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative("attention over a folded sequence")
+        q, k, v, result, sums = ctx.saved_tensors
+        scale, shard = ctx.call
+        of_q, of_k, of_v = (torch.zeros_like(in_sum_dtype(x)) for x in (q, k, v))
+        for call in shard.calls():
+            its, own, one = (_take(x, (call.rows,)) for x in (gradient, q, result))
+            total = _take(sums[..., None], (call.rows,))[..., 0]
+            for part in call.parts:
+                seen = _take(k, part.ranges), _take(v, part.ranges)
+                # With the merged result and sums, the gradients of each part are its share of those of the whole.
+                made = BACKWARD[shard.kernel](its.contiguous(), own, *seen, one, total, part, scale)
+                _add(of_q, (call.rows,), made[0])
+                _add(of_k, part.ranges, made[1])
+                _add(of_v, part.ranges, made[2])
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None
+
+
 # -- kernels: result and sums of one call, and its gradients -----------------------------------------------------------
 
 
-def _hidden(rows: Tensor, part: _KeyRange) -> Tensor:
+def _hidden(rows: Tensor, keys: int, part: _KeyRange) -> Tensor:
     """Return the keys that each row does not see; the last row sees the last key."""
     count = rows.shape[-2]
-    seen = torch.ones(count, part.keys, dtype=torch.bool, device=rows.device).tril(part.keys - count)
-    return ~(seen.triu(part.keys - count - part.window + 1) if part.window else seen)
+    seen = torch.ones(count, keys, dtype=torch.bool, device=rows.device).tril(keys - count)
+    return ~(seen.triu(keys - count - part.window + 1) if part.window else seen)
 
 
-def _mask(rows: Tensor, part: _KeyRange) -> Tensor | None:
+def _mask(rows: Tensor, keys: Tensor, part: _KeyRange) -> Tensor | None:
     if not part.window:
         return None
-    zeros = torch.zeros(rows.shape[-2], part.keys, dtype=rows.dtype, device=rows.device)
-    return zeros.masked_fill(_hidden(rows, part), -torch.inf)
+    zeros = torch.zeros(rows.shape[-2], keys.shape[-2], dtype=rows.dtype, device=rows.device)
+    return zeros.masked_fill(_hidden(rows, keys.shape[-2], part), -torch.inf)
 
 
 def _cpu(rows: Tensor, keys: Tensor, values: Tensor, part: _KeyRange, scale: float) -> tuple[Tensor, Tensor]:
-    mask = _mask(rows, part)
+    mask = _mask(rows, keys, part)
     found: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu.default(
         rows, keys, values, 0.0, part.causal and mask is None, attn_mask=mask, scale=scale
     )
@@ -262,7 +300,7 @@ def _cpu_backward(
     part: _KeyRange,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = _mask(rows, part)
+    mask = _mask(rows, keys, part)
     made: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         *(gradient, rows, keys, values, found, sums, 0.0, part.causal and mask is None), attn_mask=mask, scale=scale
     )
@@ -273,7 +311,7 @@ def _flash(rows: Tensor, keys: Tensor, values: Tensor, part: _KeyRange, scale: f
     # For this op causal means that the last row sees all keys. It has the heads inside of the rows.
     q, k, v = (x.transpose(1, 2) for x in (rows, keys, values))
     found, sums, *_ = aten._flash_attention_forward.default(
-        *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False), scale=scale, **_sides(part)
+        *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, part.causal, False), scale=scale, **_sides(part)
     )
     return found.transpose(1, 2), sums
 
@@ -293,7 +331,7 @@ def _flash_backward(
     state = torch.empty(2, dtype=torch.uint64, device=rows.device)
     unused = torch.empty((), dtype=torch.uint64, device=rows.device)
     made = aten._flash_attention_backward.default(
-        *(given, q, k, v, out, sums.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, True, state, unused),
+        *(given, q, k, v, out, sums.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, part.causal, state, unused),
         scale=scale,
         **_sides(part),
     )
@@ -306,7 +344,7 @@ def _sides(part: _KeyRange) -> dict[str, int]:
 
 def _scores(rows: Tensor, keys: Tensor, part: _KeyRange, scale: float) -> Tensor:
     scores = (in_sum_dtype(rows) * scale) @ in_sum_dtype(keys).transpose(-1, -2)
-    return scores.masked_fill(_hidden(rows, part), -torch.inf)
+    return scores.masked_fill(_hidden(rows, keys.shape[-2], part), -torch.inf) if part.causal else scores
 
 
 def _written(rows: Tensor, keys: Tensor, values: Tensor, part: _KeyRange, scale: float) -> tuple[Tensor, Tensor]:
