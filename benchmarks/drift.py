@@ -1,7 +1,7 @@
 """Replicas that drift beside synchronous training: steps in a second where ranks are late, and the loss after training.
 
     python -m benchmarks.drift                    # both tables, on 4 processes of this machine
-    python -m benchmarks.drift --steps 100        # more steps for the first table
+    python -m benchmarks.drift --steps 60 --sleep 0.1 --markdown    # longer steps; 12 minutes of a quiet machine
     python -m benchmarks.drift --train 0          # without the second one
 
 A step sleeps 50 ms, which stands for a device; a late rank sleeps as long again (`--sleep` on a busy machine, where
@@ -16,7 +16,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ LATE = {
     "any rank, 1/8 of the steps": (1 / 8,) * RANKS,
     "one rank, 1/2 of the steps": (0.0, 0.0, 0.0, 1 / 2),
     "one rank, always": (0.0, 0.0, 0.0, 1.0),
+    "one rank, 1/2; another, always": (0.0, 0.0, 1 / 2, 1.0),
 }
 
 
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps of each cell of the first table (default 40)")
     parser.add_argument("--sleep", type=float, default=0.05, help="seconds of a step, and of its delay (default 0.05)")
     parser.add_argument("--train", type=int, default=300, help="steps before the loss (default 300)")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown, for docs/drift.md")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "found.json")
@@ -63,18 +65,30 @@ def main() -> None:
         found = json.loads(result.read_text())
     if options.steps:
         print(f"steps in a second ÷ those of sync, {options.steps} steps; sync itself in steps/s")
-        _print_rates(found["rates"])
+        _print_table(_rates(found["rates"]), options.markdown)
     if options.train:
         print(f"\nloss after {options.train} steps, and MB that a rank sent at meetings")
-        for name, (loss, sent) in found["losses"].items():
-            print(f"  {name:22}{loss:8.3f}{sent / 1e6:10.1f}")
+        losses = [("", *METHODS), ("loss", *(f"{loss:.3f}" for loss, _ in found["losses"].values()))]
+        losses.append(("MB", *(f"{sent / 1e6:.1f}" for _, sent in found["losses"].values())))
+        _print_table(losses, options.markdown)
 
 
-def _print_rates(rates: Mapping[str, Mapping[str, float]]) -> None:
-    print(f"  {'late':30}" + "".join(f"{name:>21}" for name in METHODS))
+def _rates(rates: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
+    """Return the rows of the first table, under a row of names."""
+    rows = [("late", *METHODS)]
     for late, row in rates.items():
-        cells = [f"{row['sync']:.2f}/s", *(f"{row[name] / row['sync']:.2f}" for name in METHODS if name != "sync")]
-        print(f"  {late:30}" + "".join(f"{cell:>21}" for cell in cells))
+        ratios = (f"{row[name] / row['sync']:.2f}" for name in METHODS if name != "sync")
+        rows.append((late, f"{row['sync']:.2f}/s", *ratios))
+    return rows
+
+
+def _print_table(rows: Sequence[Sequence[str]], markdown: bool) -> None:
+    if markdown:
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        print("\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]))
+        return
+    for first, *cells in rows:
+        print(f"  {first:32}" + "".join(f"{cell:>21}" for cell in cells))
 
 
 def _rank(rank: int, steps: int, sleep: float, train: int, result: str) -> None:

@@ -257,6 +257,24 @@ def test_the_mean_of_parameters_counts_rows() -> None:
     assert max(worst for worst, _ in launch(in_shares, "drift pod -> mean", sgd, False, ranks=2)) < 1e-12
 
 
+def under_strategies() -> dict[str, float]:
+    """Train three steps under each strategy of replicas; return how far its weights went."""
+    found = {}
+    for name in ("local_sgd", "diloco", "gossip", "parameter_server"):
+        module = parallel(name, "pod=2,dp=2")
+        start = weights(module)
+        steps = train(module, 3)
+        module.replicas.finish()
+        found[name] = apart(start, steps[-1][1])
+    return found
+
+
+@pytest.mark.slow
+def test_strategies_of_replicas_run() -> None:
+    for found in launch(under_strategies, ranks=4):
+        assert all(0.001 < moved < 10 for moved in found.values()), found
+
+
 # -- several optimizers, dropout, copies -------------------------------------------------------------------------------
 
 
