@@ -288,16 +288,17 @@ def strategies() -> list[float]:
     return [whole_gpt(layout, mesh) for layout, mesh in STRATEGIES]
 
 
-@pytest.mark.parametrize("index", range(len(STRATEGIES)), ids=lambda i: str(STRATEGIES[i]))
-def test_contracts_of_strategies_hold(ran: Ran, index: int) -> None:
-    assert ran["strategies"][index] < 1e-12
+@pytest.mark.slow
+def test_contracts_of_strategies_hold() -> None:
+    for errors in launch(strategies, ranks=2):
+        assert max(errors) < 1e-12, errors
 
 
 # -- all of it in one launch ------------------------------------------------------------------------------------------
 
 
 def everything() -> Ran:
-    return in_turn(*((case, ()) for case in (contracts, warned, pinned, constrained, zeros, strategies)))
+    return in_turn(*((case, ()) for case in (contracts, warned, pinned, constrained, zeros)))
 
 
 @pytest.fixture(scope="module")
