@@ -467,8 +467,9 @@ def test_the_default_generator(on_two: list[dict[str, Any]]) -> None:
         assert "nn.Dropout between them" in found["lstm"]
 
 
-def test_compiled(on_two: list[dict[str, Any]]) -> None:
-    for found in (one["compile_it"] for one in on_two):
+@pytest.mark.slow
+def test_compiled() -> None:
+    for found in launch(compile_it, ranks=2):
         for eager, compiled in found["losses"]:
             assert compiled == pytest.approx(eager, rel=1e-12)
         assert found["losses"][0][0] != pytest.approx(found["losses"][1][0], rel=1e-3)
@@ -484,7 +485,6 @@ def on_two() -> list[dict[str, Any]]:
         (recompute, ()),
         (recompute_inside, ()),
         (seed_and_state, ()),
-        (compile_it, ()),
         ranks=2,
     )
 

@@ -150,7 +150,7 @@ def convert_after_a_step(layout: str) -> dict[str, float]:
 def on_two(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     given = ((request.param,),)
     calls = [(function, *given) for function in (refuse, work, convert_after_a_step)]
-    return launch(in_turn, *calls, (refuse_without_parameters, ()), (strict_export, ()), ranks=2)
+    return launch(in_turn, *calls, (refuse_without_parameters, ()), ranks=2)
 
 
 def test_wrappers_and_conversions_are_refused_by_name(on_two: list[dict[str, Any]]) -> None:
@@ -166,9 +166,10 @@ def test_wrappers_and_conversions_are_refused_by_name(on_two: list[dict[str, Any
         assert "its mesh and process groups run on cpu" in found["meta"][0]
 
 
-def test_a_strict_export_names_the_fix(on_two: list[dict[str, Any]]) -> None:
-    for found in on_two:
-        assert "torch.export fails; export the original model instead" in found["strict_export"]
+@pytest.mark.slow
+def test_a_strict_export_names_the_fix() -> None:
+    for found in launch(strict_export, ranks=2):
+        assert "torch.export fails; export the original model instead" in found
 
 
 def test_a_conversion_before_there_are_parameters_is_refused(on_two: list[dict[str, Any]]) -> None:
