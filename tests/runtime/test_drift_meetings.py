@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import autopar
 from autopar.runtime.module import ParallelModule
 from tests.runtime.launcher import launch
-from tests.runtime.test_drift import add, apart, batches, parallel, train, weights
+from tests.runtime.test_drift import PIPELINE, add, apart, batches, parallel, train, weights
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +164,7 @@ def resumed(line: str, mesh: str, inner: str, folder: str, at: int) -> tuple[flo
     [
         ("drift pod -> mean every 3, outer nesterov(0.7, 0.9)", "pod=2,dp=2", "fsdp(fsdp=dp)", 6),
         ("drift pod -> mean every 6, outer nesterov(0.7, 0.9), parts 2, late 2 as int8", "pod=2,dp=2", "ddp", 7),
+        ("drift pod -> mean every 3, outer nesterov(0.7, 0.9)", "pod=2,dp=2", PIPELINE, 6),
         ("drift pod -> mean every 6, parts 2, late 2", "pod=2", "ddp", 10),
         ("drift pod -> mean every 4 as topk 20%", "pod=2", "ddp", 4),
         ("drift pod -> exponential", "pod=4", "ddp", 5),

@@ -80,6 +80,16 @@ def test_a_run_goes_on_from_a_checkpoint(line: str) -> None:
             assert (error, worst) == ("", 0.0)
 
 
+@pytest.mark.parametrize("line", ["drift pod -> server(1), stale 2", "drift pod -> exponential, stale any"])
+def test_replicas_that_are_apart_go_on_from_a_checkpoint(line: str) -> None:
+    """Each from its own parameters; a run that loads nothing ends further away. Runs differ a little: nobody waits."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = str(Path(folder, "checkpoint"))
+        for worst, error in launch(resumed, line, "pod=2,dp=2", "ddp", place, 3, ranks=4):
+            assert error == ""
+            assert worst < 0.5
+
+
 # -- asynchronous push -------------------------------------------------------------------------------------------------
 
 

@@ -150,7 +150,7 @@ class ServerMeeting(Meeting):
         self.number = next(_numbers)
         # Parameters at the last pull; None before the first step.
         self.base: Tensor | None = None
-        self._is_serving = False
+        self._is_serving = self._is_loaded = False
         size, servers = self.vector.size, self.statement.servers
         self.ends = [size * i // servers for i in range(servers + 1)]
         self._rows = 0.0
@@ -158,8 +158,9 @@ class ServerMeeting(Meeting):
         self.lost = torch.zeros(size if self.code is not None else 0, dtype=self.vector.dtype)
 
     def common(self) -> Tensor | None:
-        self._read_base()
-        return self.base
+        base = self._read_base()
+        # Replicas that a checkpoint found ahead of others go on from parameters of their own.
+        return None if self._is_loaded and self.statement.stale != 0 else base
 
     def _read_base(self) -> Tensor:
         if self.base is None:
@@ -241,7 +242,7 @@ class ServerMeeting(Meeting):
             for server, (start, stop) in self._slices():
                 rpc.rpc_sync(server, _set_state, args=(self.number, values[start:stop], momentum[start:stop]))
         self.base = self.vector.vector(own, "base").cpu()
-        self._rows = float(own["pushed"])
+        self._rows, self._is_loaded = float(own["pushed"]), True
         if self.code is not None:
             self.lost.copy_(self.vector.vector(own, "lost"))
         dist.barrier(self.group.group)
