@@ -84,7 +84,8 @@ def measure(name: str, run: Run, cluster: str, limit: float) -> None:
     speed = flops / plan.step_seconds / run.devices / 1e12
     said = "" if run.published is None else f", published {run.published:.0f}: {speed / run.published:.2f} of it"
     print(f"{name}: {speed:.0f} TFLOP/s predicted{said}")
-    print(f"  gap {100 * (plan.gap or 1):.1f} %, {plan.memory_bytes / 2**30:.1f} GiB, {plan.step_seconds:.2f} s a step")
+    gap = 100 * (1.0 if plan.gap is None else plan.gap)
+    print(f"  gap {gap:.1f} %, {plan.memory_bytes / 2**30:.1f} GiB, {plan.step_seconds:.2f} s a step")
     print(f"  search {found - traced:.0f} s, {(found - traced) / export:.2f} of the export")
     shown = (line for line in str(plan.layout).splitlines() if line.startswith(("mesh", "micro", "pipeline")))
     print("  " + "; ".join(shown), flush=True)

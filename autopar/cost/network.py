@@ -14,8 +14,10 @@ for each kind and axes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import ceil, inf, prod, sqrt
 from types import MappingProxyType
 
@@ -231,26 +233,10 @@ class Network:
         if self.links:
             placed = self.placed_axes()
             return tuple(prod(placed[axis][i] for axis in axes) for i in range(len(self.cluster.level)))
-        counts: list[int] = []
-        unit = 1
-        ranks = self._ranks(axes)
-        for level in self.cluster.level:
-            upper = unit * (level.units or max(self.size, 1))
-            inside: dict[int, set[int]] = {}
-            for rank in ranks:
-                inside.setdefault(rank // upper, set()).add(rank // unit)
-            counts.append(max(len(lower) for lower in inside.values()))
-            unit = upper
-        return tuple(counts)
+        return _units_of(tuple(self.axes.items()), axes, tuple(level.units for level in self.cluster.level))
 
     def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the ranks of the first group along the axes."""
-        names = list(self.axes)
-        ranks = [0]
-        for axis in axes:
-            stride = prod(self.axes[other] for other in names[names.index(axis) + 1 :])
-            ranks = [rank + i * stride for rank in ranks for i in range(self.axes[axis])]
-        return tuple(sorted(ranks))
+        return _ranks_of(tuple(self.axes.items()), axes)
 
     def placed_axes(self) -> dict[str, list[int]]:
         """Return the units of each level for each axis, with some axes put on a level by `links`."""
@@ -281,6 +267,32 @@ class Network:
         node = unit_size * level.units
         here = sorted({rank % node // unit_size for rank in self._ranks(axes) if rank // node == 0})
         return max(1, min(sum(int(level.wires[one][other]) for other in here) for one in here))
+
+
+@lru_cache(maxsize=4096)
+def _ranks_of(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the ranks of the first group along some axes of a mesh with these sizes."""
+    names, size_of = [name for name, _ in sizes], dict(sizes)
+    ranks = [0]
+    for axis in axes:
+        stride = prod(size_of[other] for other in names[names.index(axis) + 1 :])
+        ranks = [rank + i * stride for rank in ranks for i in range(size_of[axis])]
+    return tuple(sorted(ranks))
+
+
+@lru_cache(maxsize=4096)
+def _units_of(
+    sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], units: tuple[int | None, ...]
+) -> tuple[int, ...]:
+    """Return the number of units of each level that the largest part of a group joins."""
+    counts: list[int] = []
+    everyone, inside = prod(size for _, size in sizes), set(_ranks_of(sizes, axes))
+    for count in units:
+        within = count or max(everyone, 1)
+        # Units of the level below, by the unit that they are in.
+        counts.append(max(Counter(lower // within for lower in inside).values()))
+        inside = {lower // within for lower in inside}
+    return tuple(counts)
 
 
 def _rates(level: TopologyLevel, ports: int, members: int, active: int, room: int, units: int) -> tuple[float, float]:

@@ -80,7 +80,7 @@ def run_orders(
     sends = [part.send_seconds for part in parts]
     is_sent = {turn.source for turn in plan.turns if turn.sender >= 0} if sends_wait else frozenset[int]()
     starts, ends = [0.0] * len(plan.turns), [0.0] * len(plan.turns)
-    for place, (stage, task, part, work, source, sender, is_last) in enumerate(plan.turns):
+    for place, (stage, task, part, work, source, sender, reduced) in enumerate(plan.turns):
         start = clock[stage]
         if source >= 0:
             ready = ends[source] if sends_wait or sender < 0 else ends[source] + sends[sender]
@@ -91,8 +91,8 @@ def run_orders(
             took += sends[part]
         end = start + took
         busy[stage] += took
-        if traffic and (is_last or traffic[stage].queue):
-            end += traffic[stage].added(task, start, took, is_last)
+        if traffic and (reduced >= 0 or traffic[stage].queue):
+            end += traffic[stage].added(task, clock[stage], start, took, reduced)
         starts[place] = start
         ends[place] = clock[stage] = end
     return OrderTimes(tuple(clock), tuple(busy), plan.turns, starts, ends)

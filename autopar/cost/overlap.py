@@ -74,7 +74,8 @@ class StageTraffic:
     """Gathers and reductions of one stage in a step, one after the other, while its tasks run.
 
     Gathers begin with the step. The first forward of a chunk needs those of the chunk, bucket by bucket, so they run
-    beside it. Reductions of a chunk begin in its last backward. A stage that waits leaves all its time to them.
+    beside it. Reductions of a chunk begin in its last backward, or later (`reductions_after`). A stage that waits
+    leaves all its time to them.
     """
 
     def __init__(self, chunks: Sequence[ChunkTraffic], occupied: float) -> None:
@@ -85,15 +86,20 @@ class StageTraffic:
         # Seconds by which tasks took longer.
         self.added_seconds = 0.0
 
-    def added(self, task: StageTask, start: float, seconds: float, is_last: bool) -> float:
+    def added(self, task: StageTask, ready: float, start: float, seconds: float, reduced: int) -> float:
         """Return by how much a task takes longer that begins at a time and takes some seconds.
 
-        `is_last`: it is the last backward of its chunk. Tasks may be left out while nothing is in the queue.
+        The stage waits from `ready` on. Gradients of the chunk `reduced` are reduced from here on: within the task
+        where they are its own, before it where they are of an earlier one. Tasks may be left out while nothing is in
+        the queue.
         """
-        self._send(start, start - self.now)
         chunk = self.chunks[task.chunk]
-        if is_last and chunk.reductions:
-            self.queue.append(_Pending("reductions", task.chunk, chunk.reductions))
+        self.now = max(self.now, ready)
+        if reduced not in (-1, task.chunk):
+            self._reduce(reduced)
+        self._send(start, start - self.now)
+        if reduced == task.chunk:
+            self._reduce(reduced)
         self.now = max(self.now, start)
         end = start + seconds
         more = self.occupied * self._send(end, chunk.room(task))
@@ -103,6 +109,10 @@ class StageTraffic:
         self.now = end + more
         self.added_seconds += more
         return more
+
+    def _reduce(self, chunk: int) -> None:
+        if self.chunks[chunk].reductions:
+            self.queue.append(_Pending("reductions", chunk, self.chunks[chunk].reductions))
 
     def gather_first(self) -> float:
         """Gather all parameters before the first task; return the end."""

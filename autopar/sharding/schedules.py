@@ -36,6 +36,7 @@ __all__ = [
     "Turn",
     "Work",
     "orders",
+    "reductions_after",
     "stage_program",
 ]
 
@@ -83,8 +84,8 @@ class Turn(NamedTuple):
     # Place of the task whose result it takes, -1 if there is none, and its part if that is on another stage, else -1.
     source: int
     sender: int
-    # The last backward of its chunk on its stage.
-    is_last: bool
+    # Chunk of its stage whose gradients are reduced from here on, -1 if there is none.
+    reduced: int
 
 
 class StageOrders(tuple[tuple[StageTask, ...], ...]):
@@ -95,7 +96,7 @@ class StageOrders(tuple[tuple[StageTask, ...], ...]):
         """Return the tasks of all stages in one row."""
         stages = len(self)
         chunks = 1 + max(task.chunk for task in self[0])
-        last = [{task.chunk: i for i, task in enumerate(order) if task.kind is TaskKind.BACKWARD} for order in self]
+        reduced = [_reduced(order, stage) for stage, order in enumerate(self)]
         # By the task that takes it: place and part of what makes a result.
         made: dict[tuple[int, TaskKind, int, int], tuple[int, int]] = {}
         found: list[Turn] = []
@@ -113,13 +114,12 @@ class StageOrders(tuple[tuple[StageTask, ...], ...]):
                 source, maker = taken
                 part = task.chunk * stages + stage
                 sender = maker if source >= 0 and maker % stages != stage else -1
-                is_last = last[stage].get(task.chunk) == place[stage]
                 follower = _follower(stage, task, stages, chunks)
                 if follower is not None:
                     made[follower] = len(found), part
                     if follower[0] != stage:
                         waiting.append(follower[0])
-                found.append(Turn(stage, task, part, _work(task), source, sender, is_last))
+                found.append(Turn(stage, task, part, _work(task), source, sender, reduced[stage].get(place[stage], -1)))
                 place[stage] += 1
         stuck = [stage for stage in range(stages) if place[stage] < len(self[stage])]
         assert not stuck, f"deadlock: stages {stuck} wait for inputs that no task sends"
@@ -128,6 +128,28 @@ class StageOrders(tuple[tuple[StageTask, ...], ...]):
 
 # Neither place nor part: an input of the step.
 _INPUT = (-1, -1)
+
+
+def reductions_after(order: Sequence[StageTask], stage: int) -> dict[int, StageTask]:
+    """Return, by chunk, the backward after which a stage begins to reduce its gradients, where it waits for that.
+
+    Others begin within their last backward. A reduction slows the tasks beside it. Where chunks interleave, a
+    micro-batch passes all stages while they reduce, and each of them would slow it down, one after the other. So they
+    wait until the first stage has the gradients, and all slow down together.
+    """
+    backwards = [task for task in order if task.kind is TaskKind.BACKWARD]
+    last = {task.chunk: place for place, task in enumerate(backwards)}
+    if len(last) == 1 or stage == 0:
+        return {}
+    return {chunk: backwards[place + stage - 1] for chunk, place in last.items() if place + stage < len(backwards)}
+
+
+def _reduced(order: Sequence[StageTask], stage: int) -> dict[int, int]:
+    """Return, by place in the order of a stage, the chunk whose gradients are reduced from there on."""
+    after = reductions_after(order, stage)
+    places = {task: place for place, task in enumerate(order)}
+    last = {task.chunk: place for place, task in enumerate(order) if task.kind is TaskKind.BACKWARD}
+    return {places[after[chunk]] + 1 if chunk in after else place: chunk for chunk, place in last.items()}
 
 
 def _work(task: StageTask) -> Work:

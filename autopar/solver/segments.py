@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +28,11 @@ from autopar.sharding.layout.syntax import MicroBatches, PipelineStatement
 from autopar.sharding.options import Recompute
 from autopar.sharding.schedules import orders
 from autopar.sharding.stage_cuts import StageCuts, paths_of
-from autopar.sharding.time_slice import time_assignment
+from autopar.sharding.time_slice import slice_in_time, time_assignment
 from autopar.solver import Floats
 from autopar.solver.model.recompute_variables import STATES, layers_of
 
-__all__ = ["STAGES", "ModelCosts", "SegmentCosts", "model_costs", "segments_of", "spread"]
+__all__ = ["STAGES", "ModelCosts", "SegmentCosts", "least_sent_bytes", "model_costs", "segments_of", "spread"]
 
 # Axis of the stages in meshes that the search proposes.
 STAGES = "pp"
@@ -99,6 +100,23 @@ def segments_of(graph: NamedGraph, micro: MicroBatches) -> list[tuple[str, tuple
         ops = tuple(node.name for node in cuts.body[first:last])
         found.append((next((path for path in paths_of(ops[0]) if path in known), ""), ops))
     return found
+
+
+def least_sent_bytes(short: ShortGraph, micro: MicroBatches, ranks: int) -> float:
+    """Return the least bytes of a micro-batch that a rank sends on behind any segment, if all ranks share them."""
+    tensors = slice_in_time(short.graph, micro).tensors
+    every = segments_of(short.graph, micro)
+    segment = {op: number for number, (_, ops) in enumerate(every) for op in ops}
+    read: dict[str, int] = {}
+    for node in short.graph.nodes:
+        for name in filter(None, node.operands if node.name in segment else ()):
+            read[name] = max(read.get(name, 0), segment[node.name])
+    sent = [0.0] * (len(every) - 1)
+    for node in short.graph.nodes:
+        for name in filter(None, node.outputs if node.name in segment else ()):
+            for behind in range(segment[node.name], read.get(name, 0)):
+                sent[behind] += prod(tensors[name].shape) * tensors[name].element_bytes
+    return min(sent, default=0.0) / ranks
 
 
 def staged(

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.cost.network import Network
 from autopar.cost.pipeline import most_in_flight
 from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
@@ -22,9 +23,10 @@ from autopar.sharding.layout.syntax import MicroBatches, PipelineStatement
 from autopar.sharding.schedules import orders
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver.model.cost_tables import CostTables
+from autopar.solver.order_bound import order_bound
 from autopar.solver.search.lagrangian import LagrangianSearch
 from autopar.solver.search.phases import Incumbent, SearchPhases
-from autopar.solver.segments import STAGES, layer_modes, segments_of, spread, staged
+from autopar.solver.segments import STAGES, layer_modes, least_sent_bytes, segments_of, spread, staged
 from autopar.solver.setting import MicroBatchedCall, PlanningProblem
 from autopar.solver.shapes import PricedShape, ShapeSearch
 from autopar.solver.solve import SolvedPlan, check_in_time
@@ -71,8 +73,23 @@ def staged_plan(search: ShapeSearch, priced: PricedShape) -> SolvedPlan | None:
 
 
 def with_bound(search: ShapeSearch, priced: PricedShape, solved: SolvedPlan) -> SolvedPlan:
-    """Return a plan of a shape with its bound."""
-    bound = _bound(_setting(search, priced), solved.plan, search.limit)
+    """Return a plan of a shape with its bound.
+
+    It holds for all plans with these micro-batches and this schedule on this mesh, whose stages are cut between layers.
+    """
+    shape, pipelining = priced.shape, solved.plan.assignment.pipelining
+    assert pipelining is not None, "a plan with stages"
+    micro, network = MicroBatches(shape.count), Network(search.cluster, SubMesh(shape.mesh), search.options.links)
+    least = least_sent_bytes(search.short, micro, shape.data * shape.model)
+    send = network.seconds("send", (STAGES,), least) if least else 0.0
+    work = sum(stage.pass_seconds for stage in solved.costs.stages)
+    shares_cores = search.cluster.device.core_fraction < 1.0
+    passes, sends = least_shares(pipelining, shape.count, shares_cores)[0], 0.0
+    schedule = pipelining.schedule, pipelining.chunks, pipelining.more
+    known = None if shares_cores else order_bound(shape.stages, shape.count, *schedule, round(send / work, 6))
+    if known is not None and known.passes * work + known.sends * send > passes * work:
+        passes, sends = known
+    bound = _bound(_setting(search, priced), pipelining, passes, search.limit) + sends * send
     return replace(solved, bound_seconds=min(bound, solved.costs.step_seconds))
 
 
@@ -101,17 +118,12 @@ def _whole_plan(search: ShapeSearch, priced: PricedShape, design: StageDesign, m
     return replace(plan, assignment=replace(plan.assignment, pipelining=stages, recompute=recompute))
 
 
-def _bound(setting: PlanningProblem, plan: StepPlan, limit: float) -> float:
-    """Return a lower bound on all plans with these micro-batches and this schedule on this mesh."""
-    pipelining, call = plan.assignment.pipelining, setting.call
-    assert pipelining is not None, "a plan with stages"
-    assert call is not None, "stages run micro-batches"
-    call = replace(
-        call,
-        pipelining=pipelining,
-        in_flight=_mean_in_flight(pipelining, call.micro.count),
-        shares=least_shares(pipelining, call.micro.count),
-    )
+def _bound(setting: PlanningProblem, pipelining: Pipelining, passes: float, limit: float) -> float:
+    """Return a lower bound on all plans of a problem, whose steps take so many micro-batches of work."""
+    assert setting.call is not None, "stages run micro-batches"
+    in_flight = _mean_in_flight(pipelining, setting.call.micro.count)
+    # What is sent once in a step may be hidden.
+    call = replace(setting.call, pipelining=pipelining, in_flight=in_flight, shares=(passes, 0.0, 1.0))
     staged_setting = PlanningProblem.of(setting.graph, setting.axes, setting.cluster, setting.options, call)
     bound_layout = BoundLayout(setting.graph, Layout(()), setting.axes)
     incumbent = Incumbent(staged_setting, limit, time.monotonic(), None, bound_layout)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as peer
 
-from autopar.sharding.schedules import BackwardHalf, Schedule, StageTask, TaskKind, orders
+from autopar.sharding.schedules import BackwardHalf, Schedule, StageTask, TaskKind, orders, reductions_after
 
 
 def order_of_torch(stages: int, micro_batches: int, chunks: int, rank: int) -> list[tuple[bool, int, int]]:
@@ -142,3 +142,30 @@ def test_in_flight(stages: int, micro_batches: int) -> None:
         assert max(alive) == min(micro_batches, stages - stage)
         assert max(late) == min(micro_batches, stage + 1)
         assert max(map(sum, zip(alive, late, strict=True))) <= stages
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(4, 4, 2), (4, 12, 3), (8, 16, 2)])
+def test_stages_reduce_together_where_chunks_interleave(stages: int, micro_batches: int, chunks: int) -> None:
+    """Stages are so many backwards ahead of the first one, and wait for it with all chunks but the last one."""
+    for stage, order in enumerate(orders(stages, micro_batches, "interleaved", chunks)):
+        backwards = [task for task in order if task.kind is TaskKind.BACKWARD]
+        after = reductions_after(order, stage)
+        assert set(after) == (set(range(1, chunks)) if stage else set())
+        for chunk, task in after.items():
+            last = max(place for place, each in enumerate(backwards) if each.chunk == chunk)
+            assert backwards.index(task) == last + stage - 1
+    for order in orders(stages, micro_batches, "1f1b"):
+        assert not reductions_after(order, 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
+def test_turns_reduce_each_chunk_once(schedule: Schedule) -> None:
+    chunks = 3 if schedule == "interleaved" else 1
+    turns = orders(4, 8, schedule, chunks, halves=True).turns
+    for stage in range(4):
+        own = [turn for turn in turns if turn.stage == stage]
+        assert sorted(turn.reduced for turn in own if turn.reduced >= 0) == list(range(chunks))
+        for place, turn in enumerate(own):
+            if turn.reduced >= 0:
+                rest = own[place + 1 :] if turn.reduced == turn.task.chunk else own[place:]
+                assert all(each.task.chunk != turn.reduced or each.task.kind is TaskKind.FORWARD for each in rest)

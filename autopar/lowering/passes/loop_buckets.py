@@ -27,7 +27,7 @@ from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.modules.shard_ops import LoweredOpModule
 from autopar.lowering.passes.bucket_parameters import loop_with
 from autopar.sharding.reshard.reshard import Reshard
-from autopar.sharding.schedules import BackwardHalf, StageTask, TaskKind
+from autopar.sharding.schedules import BackwardHalf, StageTask, TaskKind, reductions_after
 
 __all__ = ["put_in_loops"]
 
@@ -81,11 +81,15 @@ def _closing(loop: Loop, buckets: Sequence[LoopBucket]) -> dict[StageTask, tuple
     # Gradients of tied parameters come from other stages, after the last task.
     tied = {one.place for one in loop.tied}
     found: dict[StageTask, list[ClosingBucket]] = {}
+    after = reductions_after(tasks, loop.stages.stage)
     for bucket in reversed(buckets):
         readers = [
             task for task in tasks if not set(loop.parts[loop.stages.part_of(task)].inputs).isdisjoint(bucket.places)
         ]
         if not readers or not tied.isdisjoint(bucket.places):
+            continue
+        if readers[-1].chunk in after:
+            found.setdefault(after[readers[-1].chunk], []).append(ClosingBucket(bucket))
             continue
         part = loop.parts[loop.stages.part_of(readers[-1])]
         if readers[-1].half is BackwardHalf.WEIGHTS:
