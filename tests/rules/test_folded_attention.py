@@ -90,3 +90,17 @@ def test_no_second_derivative() -> None:
     found = attend_folded(q, k, v, None, False, 2)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(found.sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize(("shards", "pieces"), [*product((2, 3, 8, 64), (2, 4, 16))])
+def test_all_shards_see_as_many_keys(shards: int, pieces: int) -> None:
+    length = 3 * shards
+    seen = [
+        sum(one.begin + row + 1 for one in stretches_of(pieces, length, 3 * place, 3) for row in range(one.rows))
+        for place in range(shards)
+    ]
+    assert len(set(seen)) == 1
+    # The last of as many contiguous shards has nearly twice the mean.
+    rows = pieces * length
+    last = sum(range(rows - rows // shards + 1, rows + 1))
+    assert last / (sum(seen) / shards) == pytest.approx(2 - 1 / shards, rel=1 / rows)
