@@ -352,11 +352,15 @@ class Small(nn.Module):
         self.how = how
         self.first, self.last = nn.Linear(6, 7), nn.Linear(7, 5)
         self.norm = nn.BatchNorm1d(7) if how == "batch norm" else nn.Identity()
+        self.register_buffer("seen", torch.zeros(7))
+        self.seen: Tensor
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         hidden = functional.dropout(self.norm(self.first(x)).tanh(), 0.5, self.how == "dropout" and self.training)
         if self.how == "mean":
             hidden = hidden - hidden.mean(0)
+        if self.how == "buffer":
+            self.seen.mul_(0.9).add_(0.1 * hidden.detach().mean(0))
         if self.how == "scaled mean":
             hidden = hidden - hidden.mean(0) * self.last.weight.sum(0)
         if self.how == "skips":
@@ -364,6 +368,8 @@ class Small(nn.Module):
         logits = self.last(hidden)
         if self.how == "logits":
             return logits
+        if self.how == "root":
+            return logits.square().sum().sqrt()
         loss = functional.cross_entropy(logits, y, ignore_index=-100)
         if self.how == "router":
             loss = loss + logits.softmax(-1).mean(0).square().sum()
@@ -458,6 +464,16 @@ def features(schedule: str) -> dict[str, float]:
     for each in (model, parallel):
         each(*inputs).backward()
     found["mean of all micro-batches"] = worst(gradients(parallel), gradients(model))
+
+    # A function of the sum over all micro-batches is a factor of its gradients; a buffer takes a mean of all.
+    for how in ("root", "buffer"):
+        model, inputs = small(how)
+        parallel = autopar.parallelize(model, "pp=2", inputs, layout=layout)
+        for _ in range(2):
+            for each in (model, parallel):
+                each(*inputs).backward()
+        found[how] = worst(gradients(parallel), gradients(model))
+        found[f"{how}, its value"] = float((model.seen - parallel.seen).abs().max())
 
     model, inputs = small("both")
     parallel = autopar.parallelize(model, "pp=2", inputs, layout=layout, outputs="full")
@@ -566,11 +582,23 @@ def lost(how: str, mesh: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(("how", "mesh"), [("ends", "pp=2"), ("stops", "pp=2"), ("stops", "pp=2,dp=1")])
 def test_a_lost_stage_is_named(how: str, mesh: str) -> None:
     first, _ = endings(lost, how, mesh, ranks=2, limit_seconds=4, seconds=90, lost=1)
     assert first.code == 1
     assert re.search(r"stage 0 waits for the gradient of micro-batch [12] from stage 1, into part 0", first.log)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_all_other_stages_end_with_what_they_wait_for() -> None:
+    """Also those that have no message with the lost stage."""
+    others = [0, 2, 3]
+    found = endings(lost, "ends", "pp=4", ranks=4, limit_seconds=10, seconds=120, lost=1)
+    for stage in others:
+        assert found[stage].code == 1, stage
+        assert re.search(rf"stage {stage} waits (for the|until stage)", found[stage].log), found[stage].log[-2000:]
 
 
 def test_statements_are_written_as_read() -> None:
