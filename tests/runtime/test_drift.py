@@ -230,6 +230,33 @@ def test_shares_of_a_line_cut_the_whole_batch() -> None:
     assert [weight for _, (weight,) in found] == [0.75, 0.75, 0.25, 0.25]
 
 
+def by_speed() -> tuple[int, float, str]:
+    """Return the rows of this replica and its weight after a step, and the error without a cluster."""
+    (inputs,) = batches(1, 4000)
+    layout = "drift pod -> mean every 0, by speed; ddp"
+    model = Regression(width=4096).double()
+    module = autopar.parallelize(model, "pod=2@network", inputs, layout=layout, cluster="h100-a100")
+    module(**inputs).backward()
+    SGD(module.parameters(), lr=0.1).step()
+    try:
+        autopar.parallelize(Regression(), "pod=2", inputs, layout=layout)
+        error = ""
+    except autopar.AutoparError as found:
+        error = str(found).splitlines()[0]
+    return module.graph.dims["batch"].size, module.replicas.weight, error
+
+
+@pytest.mark.slow
+def test_shares_by_the_speeds_of_a_cluster() -> None:
+    """The first replica is on an H100, the second one on an A100; without a cluster nothing is known of them."""
+    found = launch(by_speed, ranks=2)
+    (fast, fast_weight, _), (slow, slow_weight, _) = found
+    assert fast + slow == 4000
+    assert fast > 2 * slow
+    assert (fast_weight, slow_weight) == (fast / 4000, slow / 4000)
+    assert all("E5: the speeds of the replicas along pod are unknown" in error for *_, error in found)
+
+
 def odd_rows() -> str:
     """Return the error of replicas of two ranks one of which has rows that they cannot split."""
     try:
