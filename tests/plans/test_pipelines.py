@@ -497,7 +497,10 @@ def test_the_summary_names_axes_that_do_nothing(mesh: str, layout: str, note: st
 def test_stages_and_micro_batches_stand_side_by_side() -> None:
     layouts = "micro 8; pipeline pp interleaved(2); * -> none", "micro 4; pipeline pp 1f1b(+1); * -> none", "* -> none"
     plans = {f"{number}": priced("pp=2", layout) for number, layout in enumerate(layouts)}
-    rows = [line.split() for line in side_by_side(plans).splitlines()]
+    text = side_by_side(plans)
+    rows = [line.split() for line in text.splitlines()]
+    assert "2: the same shardings, and other stages\n" in f"{text}\n"
+    assert "1: the same shardings\n" not in f"{text}\n"
     assert ["stages", "2,", "interleaved(2)", "2,", "1f1b(+1)", "-"] in rows
     assert ["micro-batches", "8", "4", "1"] in rows
 

@@ -11,7 +11,7 @@ from autopar.sharding.assignment import Pipelining
 from autopar.sharding.layout.syntax import schedule_text
 from autopar.sharding.pipelining import statements_of
 
-__all__ = ["schedule_rows", "stage_of", "stage_table"]
+__all__ = ["other_stages", "schedule_rows", "stage_of", "stage_table"]
 
 
 def stage_table(plan: PlanRecord) -> list[str]:
@@ -47,6 +47,13 @@ def schedule_rows(plans: Sequence[PlanRecord]) -> list[tuple[str, ...]]:
         counts = (1 if plan.decided.micro is None else plan.decided.micro.count for plan in plans)
         rows.append(("micro-batches", *map(str, counts)))
     return rows
+
+
+def other_stages(one: PlanRecord, other: PlanRecord) -> str:
+    """Return what differs between two plans in time: stages or micro-batches; empty if nothing does."""
+    if one.decided.assignment.pipelining != other.decided.assignment.pipelining:
+        return ", and other stages"
+    return ", and other micro-batches" if one.decided.micro != other.decided.micro else ""
 
 
 def stage_of(plan: PlanRecord, tensor: NamedTensor) -> str | None:

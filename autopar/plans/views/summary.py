@@ -12,7 +12,7 @@ from autopar.ir.precision import OWN
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
 from autopar.plans.views.ranks import devices_text, shares_notes, unequal_ranks
-from autopar.plans.views.stages import schedule_rows, stage_table
+from autopar.plans.views.stages import other_stages, schedule_rows, stage_table
 from autopar.sharding.layout.drift import print_drift
 from autopar.sharding.sharding import ROUTING_IMBALANCE
 
@@ -343,7 +343,7 @@ def side_by_side(plans: Mapping[str, PlanRecord]) -> str:
             "",
             f"{names[0]} and {name} differ in {len(found)} kinds of tensors"
             if found
-            else f"{name}: the same shardings",
+            else f"{name}: the same shardings{other_stages(plans[names[0]], plans[name])}",
         ]
         rows = [("tensor", names[0], name), *((tensor, a, b) for tensor, (a, b) in found.items())]
         lines += table(rows[: MOST_DIFFERENCES + 1]) if found else []
