@@ -36,6 +36,10 @@ class AttentionNote:
         return "; ".join(filter(None, (self.mask, self.heads)))
 
 
+# Name of the dim of the pieces of a fold.
+FOLD_PIECES = "fold"
+
+
 class SequenceFold(NamedTuple):
     """Fold of a dim: it is cut in pieces, and every odd one is reversed."""
 

@@ -11,7 +11,8 @@ from autopar.ir.values import NamedNode, SequenceFold
 from autopar.sharding.layout.fold_statement import PIECES, FoldStatement
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import layout_error, unknown_name
-from autopar.tracing.fold_sequence import CannotFold, fold_sequence, folded_attention_of, unfolded_activations
+from autopar.tracing.fold_sequence import CannotFold, fold_sequence, unfolded_activations
+from autopar.tracing.foldable_attention import folded_attention_of
 
 __all__ = ["fold_statement", "fold_that_pays", "in_order"]
 

@@ -35,18 +35,19 @@ from autopar.ir.exported import NodeOrigin
 from autopar.ir.fx_graphs import remove_dead
 from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
-from autopar.ir.values import Atom, AttentionNote, Band, NamedNode, NamedTensor, SequenceFold
+from autopar.ir.values import FOLD_PIECES, Atom, NamedNode, NamedTensor, SequenceFold
 from autopar.ir.verify import verify_graph
 from autopar.rules.notation import FactorKind, Operand
 from autopar.rules.ops.folded import FOLD, FOLDED_ATTENTION, UNFOLD
 from autopar.rules.registry import rule_table
+from autopar.tracing.foldable_attention import folded_attention_of
 from autopar.tracing.naming.bind_graph import BoundGraph, bind_graph
 from autopar.tracing.naming.name_dims import DimNames
 from autopar.tracing.passes.edit import arguments_of
 from autopar.tracing.passes.read_masks import ATTENTION_NOTE
 from autopar.tracing.trace import DISCOVERIES, assemble
 
-__all__ = ["CannotFold", "fold_sequence", "folded_attention_of", "unfolded_activations"]
+__all__ = ["CannotFold", "fold_sequence", "unfolded_activations"]
 
 RESHAPE = torch.ops.aten.reshape.default
 
@@ -97,35 +98,6 @@ def unfolded_activations(graph: NamedGraph) -> tuple[str, ...]:
 
     unfolds = (node for node in graph.nodes if node.op == str(UNFOLD) and is_read(node.outputs[0]))
     return tuple(name for node in unfolds if (name := node.operands[0]) and graph.tensors[name].requires_grad)
-
-
-# -- attention that can be folded --------------------------------------------------------------------------------------
-
-
-def folded_attention_of(graph: NamedGraph, node: NamedNode) -> tuple[str, int] | None:
-    """Return the dim of the rows of causal attention, and its window, 0 without; None for other ops.
-
-    Rows and keys are one dim of one extent.
-    """
-    if node.op != ATTENTION or node.source != "table" or node.rule.random or node.attention is None:
-        return None
-    query, key = (graph.tensors[name] for name in node.operands[:2] if name is not None)
-    rows, keys = (one.shape[-2] if len(one.shape) > 1 else 0 for one in (query, key))
-    dim = query.dims[-2] if len(query.shape) > 1 else ""
-    if rows != keys or dim != key.dims[-2]:
-        return None
-    window = _window(node.attention)
-    return None if window is None else (dim, window)
-
-
-def _window(note: AttentionNote) -> int | None:
-    if note.mask == "causal":
-        return 0
-    band = note.band
-    # Other notes name a reason for which the mask must stay.
-    if note.mask.startswith("window") and isinstance(band, Band) and band.left is not None and band.right == 0:
-        return band.left + 1
-    return None
 
 
 def _opened(tensor: NamedTensor, places: Container[int]) -> NamedTensor:
@@ -446,4 +418,8 @@ class _Folding:
     @property
     def pieces_name(self) -> str:
         """The name of the dim of the pieces."""
-        return next(name for name in chain(["fold"], (f"fold_{i}" for i in count())) if name not in self.graph.dims)
+        return next(
+            name
+            for name in chain([FOLD_PIECES], (f"{FOLD_PIECES}_{i}" for i in count()))
+            if name not in self.graph.dims
+        )

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import autopar
 from autopar.cost.compute.unmasked_scores import unmasked_share
+from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.plans.folded import fold_that_pays, in_order
 from autopar.sharding.layout.language import parse_layout
@@ -59,6 +60,13 @@ def test_short_sequences_keep_their_order() -> None:
     assert fold_that_pays(graph_of(8192)) is not None
     # Three pieces of a sequence cannot be paired.
     assert fold_that_pays(graph_of(8191)) is None
+
+
+def test_ranks_divide_the_positions_of_a_piece() -> None:
+    with torch.device("meta"):
+        model, inputs = Block(64), (torch.empty(1, 30, 64),)
+    with pytest.raises(LayoutError, match="cp = 2 does not divide 15, the positions in each of 2 pieces of the fold"):
+        autopar.plan(model, "cp=2", inputs, layout="fold seq; seq -> cp", cluster="h100", cache=False)
 
 
 def test_a_search_folds() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from autopar.ir.values import FOLD_PIECES
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import POSITION, Specificity, glob_matches, matches, specificity
@@ -259,8 +260,15 @@ def _why_not(atoms: Sequence[int], term: SplitTerm, tensor: HasAtoms, axes: SubM
     extents = " x ".join(str(tensor.atoms[i].size) for i in atoms)
     count = prod(axes[axis] for axis in term.axes)
     parts = [tensor.atoms[i].names[-1] for i in atoms if tensor.atoms[i].names]
-    made_of = f", its parts {' x '.join(parts)}" if len(atoms) > 1 else ""
+    made_of = f", its parts {' x '.join(parts)}" if len(atoms) > 1 else _in_pieces(tensor, atoms[0])
     return f"{'*'.join(term.axes)} = {count} does not divide {extents}{made_of}"
+
+
+def _in_pieces(tensor: HasAtoms, position: int) -> str:
+    """Return the words for an atom that is the positions of a folded dim; empty for others."""
+    beside = (one for one in tensor.atoms if one.dim == tensor.atoms[position].dim and one.names)
+    pieces = [one.size for one in beside if one.names[-1].partition(".")[0] == FOLD_PIECES]
+    return f", the positions in each of {pieces[0]} pieces of the fold" if pieces else ""
 
 
 def _grant_one_dim(
