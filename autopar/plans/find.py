@@ -378,10 +378,6 @@ def _plan_of(
     return plan
 
 
-def _still_fits(known: Plan, mesh: Mesh, options: TrainingOptions, limit: int) -> bool:
-    return known.mesh == mesh and known.decided.options == options and known.costs.limited_bytes <= limit
-
-
 def _check_in_time(graph: NamedGraph, micro: MicroBatches | None, schedule: Schedule | None, calls: int) -> None:
     """Raise if the batch of one of the calls of a step cannot be split into these micro-batches."""
     if micro is None or micro.count == 1:
