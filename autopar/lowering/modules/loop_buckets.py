@@ -2,7 +2,8 @@
 
 The gathers of all buckets begin before the first micro-batch; each is waited for before the first op that reads it. The
 reduction of a bucket begins when the last backward that reads it has ended. Within that backward it begins once the
-gradients of its parameters are there. It is waited for after all micro-batches.
+gradients of its parameters are there. Where the chunks of a pipeline interleave, it waits until the first stage is as
+far (`reductions_after`). It is waited for after all micro-batches.
 
 The backwards run with gradients that are expected, up to a common factor. A sum over ranks times a factor is the sum of
 the products, so a reduction needs no factor. Reductions wait for the backward of the module where this does not hold:
