@@ -23,7 +23,7 @@ from autopar.solver import Floats
 __all__ = ["OrderBound", "order_bound"]
 
 # Longer orders, in tasks of all stages, have no bound of their own: waiting is a small share of their time.
-MOST_TURNS = 12_000
+MOST_TURNS = 50_000
 MOST_PATHS = 200
 PRECISION = 1e-3
 # Work of a stage by extreme case: all of it forward; all backward, of which the gradients of weights are nothing or
