@@ -253,7 +253,8 @@ class ShapeSearch:
             if self._least(costs, shape, choice) >= min(self.best, math.inf if best is None else best.seconds):
                 continue
             limits = [self.limit] * shape.stages
-            made = design_stages(costs, self.cluster, shape.stages, shape.count, choice, limits, sends)
+            beat = min(self.best, math.inf if best is None else best.seconds)
+            made = design_stages(costs, self.cluster, shape.stages, shape.count, choice, limits, sends, beat)
             if made is not None and (best is None or made.seconds < best.seconds):
                 best = made
         return best

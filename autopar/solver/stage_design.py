@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -71,10 +72,12 @@ def design_stages(
     choice: ScheduleChoice,
     limit: Sequence[float],
     send_seconds: Floats,
+    beat_seconds: float = math.inf,
 ) -> StageDesign | None:
     """Return the fastest stages found for a schedule that keep the memory limit of each; None if there are none.
 
-    `send_seconds` are those of the values behind each segment.
+    `send_seconds` are those of the values behind each segment. Stages that are surely no faster than `beat_seconds` are
+    left out.
     """
     schedule, chunks, more = choice
     parts = stages * chunks
@@ -82,7 +85,7 @@ def design_stages(
         return None
     shown = min(count, SIMULATED * stages)
     every = orders(stages, shown, schedule, chunks, more, halves=True)
-    flights = [most_kept(order, chunks, 1.0, 1.0 if schedule == "zero_bubble" else 0.0) for order in every]
+    flights = _flights(stages, shown, schedule, chunks, more)
     modes = np.zeros(len(costs.sequence), dtype=np.int64)
     best: StageDesign | None = None
     for _ in range(ROUNDS):
@@ -92,11 +95,20 @@ def design_stages(
         if found is None:
             return best
         modes, peaks = found
+        if count * float(np.take_along_axis(costs.seconds, modes[None], axis=0).sum()) / stages >= beat_seconds:
+            return best
         seconds = _seconds(costs, cluster, starts, stages, modes, every, count, send_seconds, choice)
         if best is not None and seconds >= best.seconds:
             break
         best = StageDesign(choice, stages, tuple(starts), tuple(modes.tolist()), seconds, tuple(peaks))
     return best
+
+
+@cache
+def _flights(stages: int, count: int, schedule: Schedule, chunks: int, more: int) -> list[float]:
+    """Return the most micro-batches that each stage keeps at once."""
+    every = orders(stages, count, schedule, chunks, more, halves=True)
+    return [most_kept(order, chunks, 1.0, 1.0 if schedule == "zero_bubble" else 0.0) for order in every]
 
 
 def _cuts(work: Floats, parts: int) -> list[int]:
