@@ -22,25 +22,17 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import PipelineStatement
 from autopar.sharding.options import Recompute
 from autopar.sharding.pipelining import check_pipeline, with_stages
-from autopar.sharding.schedules import Schedule, orders
+from autopar.sharding.schedules import orders
 from autopar.sharding.time_slice import time_assignment
 from autopar.solver.model.recompute_variables import STATES, layers_of
 from autopar.solver.search.phases import Incumbent
 from autopar.solver.setting import MicroBatchedCall, PlanningProblem
+from autopar.solver.stage_design import SCHEDULES
 
 __all__ = ["least_shares", "open_schedules", "settle_stages", "stages_of", "with_call"]
 
-# Schedules of `pipeline pp ?`: chunks, and micro-batches more in flight.
-SCHEDULES: tuple[tuple[Schedule, int, int], ...] = (
-    ("1f1b", 1, 0),
-    ("1f1b", 1, 1),
-    ("zero_bubble", 1, 0),
-    ("interleaved", 2, 0),
-    ("interleaved", 3, 0),
-    ("interleaved", 4, 0),
-    ("interleaved", 6, 0),
-    ("interleaved", 8, 0),
-)
+# Schedules of `pipeline pp ?` on a given mesh. Each is priced as a whole, so fewer numbers of chunks are tried.
+PRICED = tuple(one for one in SCHEDULES if one[1] <= 4 or one[1] % 2 == 0)
 
 # Share of the bound without communication that is exchanged for communication that happens once.
 GIVEN_UP = 0.01
@@ -84,7 +76,7 @@ def open_schedules(layout: Layout, axes: SubMesh) -> Iterator[Layout]:
         return
     # Names of cuts and numbers of parts are for this number of parts.
     named = (cut is not None and bool(cut.before)) or bool(layout.part_pins)
-    for schedule, chunks, more in SCHEDULES:
+    for schedule, chunks, more in PRICED:
         if named and chunks > 1:
             continue
         statement = PipelineStatement(pipeline.axis, schedule, chunks, more, span=pipeline.span)
