@@ -179,6 +179,22 @@ class PlanningProblem:
         return found
 
     @cached_property
+    def layer_of(self) -> Mapping[str, str]:
+        """Return the path of the repeated layer of each op that is in one."""
+        by_node = {node.node: node.name for node in self.graph.nodes}
+        return {
+            by_node[name]: path
+            for repeat in self.graph.repeats
+            for path, layer in zip(repeat.module_paths, repeat.layers, strict=True)
+            for name in layer
+            if name in by_node
+        }
+
+    def shares_layer(self, op: str, other: str) -> bool:
+        """Return whether two ops are in one repeated layer, or both in none: what recomputes one may recompute both."""
+        return self.layer_of.get(op) == self.layer_of.get(other)
+
+    @cached_property
     def kept(self) -> SavedValues:
         return SavedValues.of(self.graph)
 

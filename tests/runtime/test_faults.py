@@ -48,6 +48,7 @@ def step_without_one(how: str) -> None:
     loss.backward()
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "others"),

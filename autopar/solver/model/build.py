@@ -238,7 +238,7 @@ def plan_of(model: Model, chosen: Sequence[int]) -> StepPlan:
         for name, produced in zip(node.outputs, option.produced, strict=True):
             home = produced
             if name is not None and produced is not None:
-                home = _home(model, states, name, homes.get(name, produced))
+                home = _home(model, states, node.name, name, homes.get(name, produced))
             results.append(home)
             if name is not None and home is not None:
                 values[name] = home
@@ -258,10 +258,12 @@ def plan_of(model: Model, chosen: Sequence[int]) -> StepPlan:
     return StepPlan(setting.graph.fingerprint, assignment).with_options(setting.options)
 
 
-def _home(model: Model, states: Mapping[tuple[str, str], Any], name: str, home: Sharding) -> Sharding:
+def _home(model: Model, states: Mapping[tuple[str, str], Any], maker: str, name: str, home: Sharding) -> Sharding:
     """Return the sharding in which a value is kept: partial sums are added up early where all users take the sum."""
     setting = model.setting
     users = setting.users.get(name, ()) if home.partial else ()
+    if not all(setting.shares_layer(maker, user.name) for user in users):
+        return home
     wanted = {
         want
         for user in users

@@ -212,9 +212,11 @@ class ValueVariables(ModelBuilder):
         only = only and not self._enters(self.kept.roots[name], maker, its)
         return (user.name, name) in self.kept.operands, only
 
-    def _partial_sums(self, user: NamedNode, name: str, mode: int) -> PartialSums:
-        """Return what becomes of partial sums that an op alone uses."""
+    def _partial_sums(self, user: NamedNode, name: str, mode: int) -> PartialSums | None:
+        """Return what becomes of partial sums that an op of the same layer alone uses."""
         maker = self.makers[name][0]
+        if not self.setting.shares_layer(maker.name, user.name):
+            return None
         its = self._mode_of_maker(maker, user, mode)
         return PartialSums(self.again.flags(maker.name)[its], self._lives(name, maker, its))
 
