@@ -107,6 +107,16 @@ class NamedGraph:
         return footprints(self.exported, twins)
 
     @cached_property
+    def ops_of_layers(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the ops of each repeated layer in order, by the path of its module."""
+        by_node = {node.node: node.name for node in self.nodes}
+        found: dict[str, dict[str, None]] = {}
+        for repeat in self.repeats:
+            for path, layer in zip(repeat.module_paths, repeat.layers, strict=True):
+                found.setdefault(path, {}).update((by_node[name], None) for name in layer if name in by_node)
+        return {path: tuple(ops) for path, ops in found.items()}
+
+    @cached_property
     def forms(self) -> Mapping[str, int]:
         """Return a number for each op, by name; ops that differ only in names have equal numbers."""
         return _forms(self.nodes, self.tensors, self.passable_sums)

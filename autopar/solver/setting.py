@@ -181,14 +181,7 @@ class PlanningProblem:
     @cached_property
     def layer_of(self) -> Mapping[str, str]:
         """Return the path of the repeated layer of each op that is in one."""
-        by_node = {node.node: node.name for node in self.graph.nodes}
-        return {
-            by_node[name]: path
-            for repeat in self.graph.repeats
-            for path, layer in zip(repeat.module_paths, repeat.layers, strict=True)
-            for name in layer
-            if name in by_node
-        }
+        return {op: path for path, ops in self.graph.ops_of_layers.items() for op in ops}
 
     def shares_layer(self, op: str, other: str) -> bool:
         """Return whether two ops are in one repeated layer, or both in none: what recomputes one may recompute both."""

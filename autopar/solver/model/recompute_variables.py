@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import NamedGraph
@@ -40,7 +40,7 @@ class RecomputeModes:
     def of(graph: NamedGraph, settled: Mapping[str, Recompute], layers: Sequence[str], trains: bool) -> RecomputeModes:
         if not trains:
             return RecomputeModes((), {}, {}, {})
-        ops = _ops_of_layers(graph)
+        ops = graph.ops_of_layers
         whole = recompute_regions(graph, {**settled, **dict.fromkeys(layers, "full")})
         region_of = {op: region for region in whole for op in region.ops}
         found = tuple(path for path in layers if _stands_alone(ops[path], region_of))
@@ -87,17 +87,7 @@ def _entering(
     )
 
 
-def _ops_of_layers(graph: NamedGraph) -> dict[str, dict[str, None]]:
-    """Return the ops of each repeated layer in order, by its path."""
-    by_node = {node.node: node.name for node in graph.nodes}
-    found: dict[str, dict[str, None]] = {}
-    for repeat in graph.repeats:
-        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True):
-            found.setdefault(path, {}).update((by_node[name], None) for name in layer if name in by_node)
-    return found
-
-
-def _stands_alone(ops: Mapping[str, None], region_of: Mapping[str, RecomputeRegion]) -> bool:
+def _stands_alone(ops: Collection[str], region_of: Mapping[str, RecomputeRegion]) -> bool:
     """Return whether no checkpoint of the model joins a layer with other ops."""
     touched = {id(region): region for op in ops if (region := region_of.get(op)) is not None}
-    return all(ops.keys() >= set(region.ops) for region in touched.values())
+    return all(set(ops) >= set(region.ops) for region in touched.values())

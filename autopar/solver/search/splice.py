@@ -112,14 +112,9 @@ def places_of(model: Model) -> Ints:
     op.
     """
     graph = model.setting.graph
-    by_node = {node.node: node.name for node in graph.nodes}
     rank = {node.name: place for place, node in enumerate(graph.nodes)}
     makers = {name: rank[node.name] for node in graph.nodes for name in node.outputs if name is not None}
-    begins = {
-        path: min(rank[by_node[name]] for name in layer if name in by_node)
-        for repeat in graph.repeats
-        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True)
-    }
+    begins = {path: min(map(rank.__getitem__, ops)) for path, ops in graph.ops_of_layers.items()}
     found = []
     for variable in model.variables:
         if variable.kind == "op":
