@@ -9,9 +9,8 @@ stage puts off the gradients of weights, and keeps their operands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 from autopar.cost.hardware.cluster import Cluster
@@ -21,7 +20,7 @@ from autopar.cost.network import Network
 from autopar.cost.order_times import OrderTimes, PartCosts, run_orders
 from autopar.cost.overlap import ChunkTraffic, OverlapCost, StageTraffic
 from autopar.cost.unequal_devices import with_slowest_links
-from autopar.sharding.schedules import BackwardHalf, Schedule, StageOrders, StageTask, TaskKind, orders
+from autopar.sharding.schedules import Schedule, StageOrders, most_in_flight, most_kept, orders
 
 
 @dataclass(frozen=True)
@@ -81,22 +80,6 @@ def pipeline(
         for stage, order in zip(stages, plan, strict=True)
     )
     return PipelineCosts(max(ran.finished), ran.busy, ran.finished, most_in_flight(plan, chunks), memory)
-
-
-def most_in_flight(plan: Sequence[Sequence[StageTask]], chunks: int) -> tuple[float, ...]:
-    """Return the most micro-batches with activations at once, by stage; a chunk counts as its share of the stage."""
-    return tuple(most_kept(order, chunks, 1.0, 0.0) for order in plan)
-
-
-def most_kept(order: Iterable[StageTask], chunks: int, activation_bytes: float, late_bytes: float) -> float:
-    """Return the most bytes that a stage keeps at once, for micro-batches in flight and for put-off gradients.
-
-    A backward of the inputs frees the activations of its micro-batch, but for the operands of put-off gradients.
-    """
-    changes = {None: -activation_bytes, BackwardHalf.INPUTS: late_bytes - activation_bytes}
-    changes[BackwardHalf.WEIGHTS] = -late_bytes
-    kept = (activation_bytes if task.kind is TaskKind.FORWARD else changes[task.half] for task in order)
-    return max(accumulate(kept)) / chunks
 
 
 # -- stages of a plan -------------------------------------------------------------------------------------------------

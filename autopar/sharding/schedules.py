@@ -18,10 +18,11 @@ this one order, so that no stages wait for one another in a circle, even if each
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "TaskKind",
     "Turn",
     "Work",
+    "most_in_flight",
+    "most_kept",
     "orders",
     "reductions_after",
     "stage_program",
@@ -150,6 +153,22 @@ def _reduced(order: Sequence[StageTask], stage: int) -> dict[int, int]:
     places = {task: place for place, task in enumerate(order)}
     last = {task.chunk: place for place, task in enumerate(order) if task.kind is TaskKind.BACKWARD}
     return {places[after[chunk]] + 1 if chunk in after else place: chunk for chunk, place in last.items()}
+
+
+def most_in_flight(plan: Sequence[Sequence[StageTask]], chunks: int) -> tuple[float, ...]:
+    """Return the most micro-batches with activations at once, by stage; a chunk counts as its share of the stage."""
+    return tuple(most_kept(order, chunks, 1.0, 0.0) for order in plan)
+
+
+def most_kept(order: Iterable[StageTask], chunks: int, activation_bytes: float, late_bytes: float) -> float:
+    """Return the most bytes that a stage keeps at once, for micro-batches in flight and for put-off gradients.
+
+    A backward of the inputs frees the activations of its micro-batch, but for the operands of put-off gradients.
+    """
+    changes = {None: -activation_bytes, BackwardHalf.INPUTS: late_bytes - activation_bytes}
+    changes[BackwardHalf.WEIGHTS] = -late_bytes
+    kept = (activation_bytes if task.kind is TaskKind.FORWARD else changes[task.half] for task in order)
+    return max(accumulate(kept)) / chunks
 
 
 def _work(task: StageTask) -> Work:

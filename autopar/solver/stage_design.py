@@ -12,8 +12,8 @@ import numpy as np
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.overlap import ChunkTraffic
-from autopar.cost.pipeline import PartTimes, most_kept, run_stages
-from autopar.sharding.schedules import Schedule, StageOrders, orders
+from autopar.cost.pipeline import PartTimes, run_stages
+from autopar.sharding.schedules import Schedule, StageOrders, most_kept, orders
 from autopar.sharding.stage_cuts import balanced
 from autopar.solver import Floats, Ints
 from autopar.solver.model.recompute_variables import STATES
@@ -86,16 +86,15 @@ def design_stages(
     shown = min(count, SIMULATED * stages)
     every = orders(stages, shown, schedule, chunks, more, halves=True)
     flights = _flights(stages, shown, schedule, chunks, more)
-    modes = np.zeros(len(costs.sequence), dtype=np.int64)
-    best: StageDesign | None = None
+    work, best = costs.seconds[0], None
     for _ in range(ROUNDS):
-        work = np.take_along_axis(costs.seconds, modes[None], axis=0)[0]
         starts = _cuts(work, parts)
         found = _fitting_modes(costs, starts, stages, flights, limit)
         if found is None:
             return best
         modes, peaks = found
-        if count * float(np.take_along_axis(costs.seconds, modes[None], axis=0).sum()) / stages >= beat_seconds:
+        work = np.take_along_axis(costs.seconds, modes[None], axis=0)[0]
+        if count * float(work.sum()) / stages >= beat_seconds:
             return best
         seconds = _seconds(costs, cluster, starts, stages, modes, every, count, send_seconds, choice)
         if best is not None and seconds >= best.seconds:

@@ -13,14 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.cost.network import Network
-from autopar.cost.pipeline import most_in_flight
 from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Pipelining, StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import MicroBatches, PipelineStatement
-from autopar.sharding.schedules import orders
+from autopar.sharding.schedules import most_in_flight, orders
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.order_bound import order_bound

@@ -12,7 +12,6 @@ from itertools import product
 
 from autopar.cost.evaluate import Costs
 from autopar.cost.lowered_step import lower_step
-from autopar.cost.pipeline import most_in_flight
 from autopar.cost.profile import op_seconds
 from autopar.cost.unequal_devices import device_speeds, rank_kinds
 from autopar.errors import LayoutError
@@ -22,7 +21,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import PipelineStatement
 from autopar.sharding.options import Recompute
 from autopar.sharding.pipelining import check_pipeline, with_stages
-from autopar.sharding.schedules import orders
+from autopar.sharding.schedules import most_in_flight, orders
 from autopar.sharding.time_slice import time_assignment
 from autopar.solver.model.recompute_variables import STATES, layers_of
 from autopar.solver.search.phases import Incumbent
@@ -183,14 +182,11 @@ def _recompute_by_stage(incumbent: Incumbent, plan: StepPlan) -> None:
 
 def _layers_by_stage(setting: PlanningProblem, pipelining: Pipelining, layers: Sequence[str]) -> list[list[str]]:
     """Return the layers of each stage, by their first op."""
-    by_node = {node.node: node.name for node in setting.graph.nodes}
     found: list[list[str]] = [[] for _ in range(pipelining.stages)]
-    for repeat in setting.graph.repeats:
-        for path, names in zip(repeat.module_paths, repeat.layers, strict=True):
-            parts = (pipelining.parts.get(by_node.get(name, "")) for name in names)
-            part = next((part for part in parts if part is not None), None)
-            if path in layers and part is not None and path not in found[part % pipelining.stages]:
-                found[part % pipelining.stages].append(path)
+    for path, ops in setting.graph.ops_of_layers.items():
+        part = next((pipelining.parts[op] for op in ops if op in pipelining.parts), None)
+        if path in layers and part is not None:
+            found[part % pipelining.stages].append(path)
     return found
 
 

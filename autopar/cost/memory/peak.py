@@ -8,7 +8,6 @@ all steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 from operator import itemgetter
 
@@ -21,7 +20,7 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Limit
-from autopar.sharding.schedules import BackwardHalf, TaskKind
+from autopar.sharding.schedules import BackwardHalf, TaskKind, most_kept
 from autopar.sharding.sharding import atoms_of
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
@@ -247,9 +246,8 @@ def _stage_text(step: LoweredStep) -> str:
     pipelining = step.plan.assignment.pipelining
     if pipelining is None or step.stage is None:
         return ""
-    change = {None: -1, BackwardHalf.INPUTS: -1, BackwardHalf.WEIGHTS: 0}
-    most = max(accumulate(1 if task.kind is TaskKind.FORWARD else change[task.half] for task in step.tasks[step.stage]))
-    return f" of stage {step.stage}, which has {most / pipelining.chunks:g} micro-batches in flight"
+    most = most_kept(step.tasks[step.stage], pipelining.chunks, 1.0, 0.0)
+    return f" of stage {step.stage}, which has {most:g} micro-batches in flight"
 
 
 def size_text(count: float) -> str:
