@@ -144,7 +144,7 @@ def _parameters(graph: NamedGraph, plan: StepPlan) -> BucketedParameters:
     return BucketedParameters(
         {
             tensor.name: ParameterHandling(
-                plan.options.precision.stored(tensor.dtype),
+                plan.options.precision.stored(tensor.dtype, tensor.frozen),
                 tensor.dtype,
                 plan.options.precision.reduced(tensor.dtype),
                 tensor.name in plan.defer_reduction,
@@ -213,7 +213,7 @@ def _values(
         if tensor.kind != "input" or plan.options.local_inputs:
             atoms = atoms_of(tensor)
             shape = atoms.fold(plan.assignment.stored[tensor.name].local_sizes(atoms, plan.axes, coordinate))
-        stored = plan.options.precision.stored(tensor.dtype) if tensor.kind == "param" else tensor.dtype
+        stored = plan.options.precision.stored(tensor.dtype, tensor.frozen) if tensor.kind == "param" else tensor.dtype
         value = torch.zeros(shape, dtype=stored)
         if tensor.kind == "param":
             value = nn.Parameter(value, placeholder.requires_grad)

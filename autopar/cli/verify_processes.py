@@ -260,7 +260,7 @@ def _moved(model: Any, inputs: Any, precision: Precision, device: Any) -> tuple[
             return value
         return value.to(device, precision.compute_dtype if value.is_floating_point() else None)
 
-    stored = precision.stored(torch.float32) if precision.compute else None
+    stored = precision.stored(torch.float32, frozen=False) if precision.compute else None
     return model.to(device, stored), tree_map(moved, inputs)
 
 

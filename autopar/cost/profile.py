@@ -127,7 +127,7 @@ class TaskBuilder:
     def cast_bytes(self, name: str, stored: Sharding) -> float:
         """Return the bytes that casting a stored parameter to the dtype of the compute reads and writes."""
         dtype = self.graph.tensors[name].dtype
-        return _cast_bytes(self._numel(name, stored), self.precision.stored(dtype), dtype)
+        return _cast_bytes(self._numel(name, stored), self._stored_dtype(name), dtype)
 
     def gradient_cast_bytes(self, name: str, used: Sharding, stored: Sharding, summed: bool) -> float:
         """Return the bytes of casting a gradient before it is reduced, and to the dtype of the stored parameter.
@@ -137,14 +137,18 @@ class TaskBuilder:
         dtype = self.graph.tensors[name].dtype
         made, reduced = sum_dtype(dtype) if summed else dtype, self.precision.reduced(dtype)
         before = _cast_bytes(self._numel(name, used), made, reduced)
-        return before + _cast_bytes(self._numel(name, stored), reduced, self.precision.stored(dtype))
+        return before + _cast_bytes(self._numel(name, stored), reduced, self._stored_dtype(name))
 
     def optimizer_bytes(self, name: str, stored: Sharding, optimizer: str) -> float:
         """Return the bytes that the optimizer reads and writes for one parameter."""
         dtype, states = self.graph.tensors[name].dtype, optimizer_of(optimizer).states
         # Parameter and states are read and written, the gradient is read.
-        each = 3 * self.precision.stored(dtype).itemsize + 2 * states * self.precision.state(dtype).itemsize
+        each = 3 * self._stored_dtype(name).itemsize + 2 * states * self.precision.state(dtype).itemsize
         return self._numel(name, stored) * each
+
+    def _stored_dtype(self, name: str) -> torch.dtype:
+        tensor = self.graph.tensors[name]
+        return self.precision.stored(tensor.dtype, tensor.frozen)
 
     def _numel(self, name: str, sharding: Sharding) -> float:
         return local_bytes(self.graph, name, sharding, self.axes) / self.graph.tensors[name].dtype.itemsize

@@ -59,6 +59,16 @@ class NamedGraph:
     def parameters(self) -> tuple[NamedTensor, ...]:
         return tuple(tensor for tensor in self.tensors.values() if tensor.kind == "param")
 
+    @cached_property
+    def numel(self) -> int:
+        """Return the number of elements of all parameters."""
+        return sum(prod(one.shape) for one in self.parameters)
+
+    @cached_property
+    def trained_numel(self) -> int:
+        """Return the number of elements of the parameters that are not frozen."""
+        return sum(prod(one.shape) for one in self.parameters if not one.frozen)
+
     def module(self) -> TracedModule:
         """Return the graph as a module with the signature, parameters and results of the model."""
         sizes = ((one.numel(), one.untyped_storage().nbytes()) for one in self.model.parameters() if not one.is_meta)
@@ -171,14 +181,17 @@ def _header(graph: NamedGraph) -> str:
     mode = "train" if graph.exported.training else "eval"
     lines = [
         f"{type(graph.model).__name__} ({mode} mode): {len(graph.nodes):,} ops, rules: {rules}",
-        f"{len(graph.parameters):,} parameters, {_count(sum(prod(one.shape) for one in graph.parameters))} elements",
+        f"{len(graph.parameters):,} parameters, {count_text(graph.numel)} elements",
     ]
+    if graph.trained_numel < graph.numel:
+        lines[-1] += f", {count_text(graph.trained_numel)} of them trained"
     for repeat in graph.repeats:
         lines.append(f"{repeat.count} times the same {repeat.period} ops: {_span(repeat.module_paths)}")
     return "\n".join(lines)
 
 
-def _count(number: int) -> str:
+def count_text(number: int) -> str:
+    """Return a number of elements on three digits: `8.03 B`."""
     for unit, scale in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= scale:
             return f"{number / scale:.2f} {unit}"
@@ -385,7 +398,7 @@ def _forms(
     known: dict[Hashable, int] = {}
     # Everything about a tensor that matters to its ops: all but its name and those of its dims.
     kinds = {
-        name: (one.kind == "param", one.dtype, one.requires_grad, one.shape, one.routed, _marked_atoms(one))
+        name: (one.kind == "param", one.dtype, one.requires_grad, one.frozen, one.shape, one.routed, _marked_atoms(one))
         for name, one in tensors.items()
     }
 

@@ -32,7 +32,8 @@ class Precision:
 
     # Parameters and inputs in the forward and the backward, and so activations and their gradients.
     compute: str = ""
-    # Parameters as they are stored and as the optimizer updates them, and their gradients.
+    # Trained parameters as they are stored and as the optimizer updates them, and their gradients. Nothing updates a
+    # frozen parameter, so it is stored in the dtype of the compute.
     master: str = ""
     # States of the optimizer.
     states: str = ""
@@ -66,9 +67,9 @@ class Precision:
         """Return the dtype that parameters and inputs are cast to; None if they keep theirs."""
         return _dtype(self.compute) if self.compute else None
 
-    def stored(self, dtype: torch.dtype) -> torch.dtype:
+    def stored(self, dtype: torch.dtype, frozen: bool) -> torch.dtype:
         """Return the dtype in which a parameter is stored that computes in `dtype`."""
-        return _or_own(self.master, dtype)
+        return _or_own(self.compute if frozen else self.master, dtype)
 
     def state(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the optimizer's states for a parameter that computes in `dtype`."""

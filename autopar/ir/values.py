@@ -103,6 +103,8 @@ class NamedTensor:
     node: str
     atoms: tuple[Atom, ...] = ()
     requires_grad: bool = False
+    # A parameter that the model does not train; under `no_grad` trained ones require no gradient, too.
+    frozen: bool = False
     # Number of the leading atoms of dim 0 that are the groups of routed rows; 0 for a tensor that is stored in full.
     routed: int = 0
 

@@ -210,7 +210,7 @@ def split(
                 f"the parameter {name} has a hook on its gradient; the parallel module would not run it\n"
                 f"fix: register it after parallelize, on module.get_parameter({name!r})"
             )
-        place, dtype = held[name], precision.stored(parameter.dtype)
+        place, dtype = held[name], precision.stored(parameter.dtype, not parameter.requires_grad)
         if parameter.is_meta:
             local = unset(place.local_shape, dtype, device)
         else:
@@ -252,7 +252,8 @@ def initialise(
                 for name, tensor in table.items():
                     if tensor is not None:
                         is_parameter = isinstance(tensor, nn.Parameter)
-                        dtype = precision.stored(tensor.dtype) if is_parameter else tensor.dtype
+                        # Numbers are drawn in one dtype, whether a parameter is frozen or not.
+                        dtype = precision.stored(tensor.dtype, frozen=False) if is_parameter else tensor.dtype
                         empty = unset(tensor.shape, dtype, device)
                         table[name] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             _run_init(module, init)

@@ -45,6 +45,8 @@ class Weights:
         # Dtype of each stored parameter, at the latest trace.
         self.dtypes: dict[str, torch.dtype] = {}
         self.stored: dict[str, LocalShard] = {}
+        # Parameters that are stored in the dtype of the compute, as they were frozen when the weights were split.
+        self.frozen: frozenset[str] = frozenset()
         self.has_values = not any(parameter.is_meta for parameter in model.parameters())
         # True if the first rank has the values of all parameters, and no other rank has any.
         self.from_first = False
@@ -85,7 +87,7 @@ class Weights:
             parameters, buffers = list(model.parameters()), list(model.buffers())
             modes = tuple(map(_training, model.modules()))
             # The shells will store parameters in the dtype that the optimizer updates.
-            kinds = [self.precision.stored(parameter.dtype) for parameter in parameters]
+            kinds = [self.precision.stored(parameter.dtype, not parameter.requires_grad) for parameter in parameters]
             # train() or eval() of a parallel module without shells reaches the parallel module alone.
             if self.shell.training != modes[0]:
                 modes = (self.shell.training,) * len(modes)
@@ -102,9 +104,22 @@ class Weights:
         for parameter, trains in zip(self.skeleton.parameters(), trained, strict=True):
             parameter.requires_grad_(trains)
         self.dtypes = dict(zip(dict(self.skeleton.named_parameters()), dtypes, strict=False))
+        self._check_thawed()
         if self.precision.compute_dtype is None:
             match_dtypes(self.skeleton, tuple(dtypes))
         return self.skeleton
+
+    def _check_thawed(self) -> None:
+        """Raise if a parameter is trained that was frozen when the weights were split, and so has no master weight."""
+        for name, parameter in self.skeleton.named_parameters():
+            if parameter.requires_grad and name in self.frozen:
+                stored, master = self.dtypes[name], self.precision.stored(parameter.dtype, frozen=False)
+                if stored != master and self.precision.compute_dtype == stored:
+                    raise AutoparError(
+                        f"{name} was frozen when its module was made parallel, and is to be trained now: expected a "
+                        f"weight in {master}, got one in {stored}, the dtype of the compute\n"
+                        f"fix: {name}.requires_grad_() of the model before parallelize; a parameter may be frozen later"
+                    )
 
     def find_owner(self, agreement: Agreement) -> None:
         """Find out whether the first rank alone has the values: the others built the model on the meta device."""
@@ -119,6 +134,7 @@ class Weights:
         """
         model = self._whole()
         names = {name for name, _ in model.named_parameters()}
+        self.frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
         self.stored = {name: shard for name, shard in shards.items() if name in names}
         training = self.shell.training
         # Tensors made in inference mode could never be trained, and the first call may be one of evaluation.

@@ -176,9 +176,11 @@ class ShapeSearch:
 
     def stages_for(self, model: int) -> int:
         """Return the least number of stages whose parameters and gradients take half of the memory."""
-        parameters = [one for one in self.graph.parameters if one.requires_grad]
         stored = self.options.precision.stored
-        sizes = (prod(one.shape) * (one.dtype.itemsize + stored(one.dtype).itemsize) for one in parameters)
+        sizes = (
+            prod(one.shape) * (one.dtype.itemsize * one.requires_grad + stored(one.dtype, one.frozen).itemsize)
+            for one in self.graph.parameters
+        )
         least = sum(sizes) / model / (self.limit / 2)
         return next((one for one in _divisors(self.devices // model) if one >= least), self.devices // model)
 

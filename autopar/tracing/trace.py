@@ -151,6 +151,7 @@ def _tensors(
 ) -> list[NamedTensor]:
     kinds: dict[ValueKey, Kind] = {p.node: p.kind for p in exported.placeholders}
     with_gradient = {node.name for node in differentiable(exported)}
+    frozen = {p.node for p in exported.placeholders if p.kind == "param" and not p.requires_grad}
     tensors = []
     for node in exported.graph_module.graph.nodes:
         if node.name in binding.dims:
@@ -166,6 +167,7 @@ def _tensors(
                     node=node.name,
                     atoms=atoms,
                     requires_grad=node.name in with_gradient,
+                    frozen=node.name in frozen,
                     routed=_leading(atoms, node.meta.get(ROUTED, 0)),
                 )
             )

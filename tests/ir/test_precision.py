@@ -64,8 +64,11 @@ def test_dtypes_of_a_parameter() -> None:
         (torch.int8, torch.int8, torch.int8),
         (torch.complex64, torch.complex64, torch.complex64),
     ):
-        assert (bf16.stored(dtype), bf16.state(dtype), bf16.reduced(dtype)) == (stored, state, state)
-    assert OWN.stored(torch.float16) == OWN.state(torch.float16) == OWN.reduced(torch.float16) == torch.float16
+        trained = bf16.stored(dtype, frozen=False)
+        assert (trained, bf16.state(dtype), bf16.reduced(dtype)) == (stored, state, state)
+        assert bf16.stored(dtype, frozen=True) == dtype, "nothing updates it"
+    assert OWN.stored(torch.float16, frozen=False) == OWN.stored(torch.float16, frozen=True) == torch.float16
+    assert OWN.state(torch.float16) == OWN.reduced(torch.float16) == torch.float16
     assert (OWN.compute_dtype, bf16.compute_dtype) == (None, torch.bfloat16)
 
 

@@ -21,7 +21,7 @@ from autopar.cost.compute.op_time import local_bytes, longest_of, share_of
 from autopar.cost.lowered_step import LoweredStep, Version
 from autopar.ir.analysis.op_memory import Footprint, fake_input, measure
 from autopar.ir.graph import NamedGraph
-from autopar.ir.values import NamedNode
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.ops.folded import FOLDED_ATTENTION
@@ -32,7 +32,7 @@ from autopar.sharding.buckets import Bucket, buffers_of, shape_of
 from autopar.sharding.lowered_ops import LoweredOpContext
 from autopar.sharding.lowered_ops.base import OpMessage, Send
 from autopar.sharding.reshard.reshard import Step, StepKind
-from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
+from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, ReshardPlan
 from autopar.sharding.sharding import atoms_of
 
 
@@ -285,6 +285,10 @@ class LiveState:
         """Return the bytes of a version in another dtype than that of the compute."""
         return self._bytes(version) / self.graph.tensors[version[0]].dtype.itemsize * dtype.itemsize
 
+    def _stored_dtype(self, tensor: NamedTensor) -> torch.dtype:
+        """Return the dtype in which a parameter is stored."""
+        return self.precision.stored(tensor.dtype, tensor.frozen)
+
     def _times(self, name: str) -> int:
         """Return how many parts of a tensor a call has: a caller gives and takes those of all micro-batches."""
         if self.call is None:
@@ -297,6 +301,21 @@ class LiveState:
 
     def _layer(self, node: NamedNode) -> int:
         return self.layers.get(node.name, (0, "none"))[0]
+
+    def _keep_entering(self, node: NamedNode, reshards: OpReshards) -> None:
+        """Keep the operands that the recomputation of a layer begins from, also for ops that train nothing."""
+        if node.name not in self.reading:
+            return
+        layer = self._layer(node)
+        inside, entering = self.made.get(layer, set()), self.entering.setdefault(layer, set())
+        for version in reshards.operands:
+            # Of gathered parameters, only a checkpoint keeps a reference, and not to regathered ones.
+            gathered = version in self.schedule.versions
+            if version is None or (gathered and (layer not in self.whole or version[0] in self.plan.regather)):
+                continue
+            storage = self.values[version]
+            if storage not in inside and storage not in entering:
+                entering.add(self.storages.take(storage))
 
     def _defers_reduction(self, name: str) -> bool:
         """Return True for a gradient that is reduced in the last micro-batch only."""

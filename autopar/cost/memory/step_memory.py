@@ -31,7 +31,7 @@ class ForwardMemory(LiveState):
             values, stored = self.plan.assignment.values[tensor.name], self.plan.assignment.stored[tensor.name]
             # The step keeps a copy of parameters that stay gathered, or that are not gathered and compute in another
             # dtype than stored: autograd saves it.
-            if stays or (values.splits == stored.splits and self.precision.stored(tensor.dtype) != tensor.dtype):
+            if stays or (values.splits == stored.splits and self._stored_dtype(tensor) != tensor.dtype):
                 self.copied[tensor.name] = self.storages.new(self._bytes((tensor.name, values)))
         if self.graph.exported.grad_enabled:
             # Buffers of summed gradients are allocated once and live from step to step.
@@ -63,7 +63,7 @@ class ForwardMemory(LiveState):
             reshard = self.reshard_plan.inputs.get(name)
             version = name, self.plan.assignment.stored[name] if reshard is None else reshard.source
             # Parameters are stored in the dtype that the optimizer updates.
-            dtype = self.precision.stored(tensor.dtype) if tensor.kind == "param" else tensor.dtype
+            dtype = self._stored_dtype(tensor) if tensor.kind == "param" else tensor.dtype
             self.values[version] = self.storages.new(self._bytes_in(version, dtype) * self._times(name))
             self.inputs[version] = self.storages.take(self.values[version])
             if reshard is not None:
@@ -110,6 +110,7 @@ class ForwardMemory(LiveState):
         self.storages.touch(footprint.forward_bytes + internal)
         if self._trains(node):
             self._save(node, reshards, outputs, internal, halo_copies)
+        self._keep_entering(node, reshards)
         for copy in halo_copies.values():
             self.storages.drop(copy)
         for one in reshards.after:
@@ -161,16 +162,6 @@ class ForwardMemory(LiveState):
             self.storages.drop(made)
         elif internal:
             self.saved[node.name].append(self.storages.new(internal))
-        if node.name in self.reading:
-            entering = self.entering.setdefault(layer, set())
-            for version in reshards.operands:
-                # Of gathered parameters, only a checkpoint keeps a reference, and not to regathered ones.
-                gathered = version in self.schedule.versions
-                if version is None or (gathered and (layer not in self.whole or version[0] in self.plan.regather)):
-                    continue
-                storage = self.values[version]
-                if storage not in inside and storage not in entering:
-                    entering.add(self.storages.take(storage))
 
     def _free(self, node: NamedNode, reshards: OpReshards) -> None:
         """Free versions whose last use is this op, and those it makes that no op uses."""
@@ -338,7 +329,7 @@ class StepMemory(ForwardMemory):
     def _cast_gradient(self, tensor: NamedTensor) -> None:
         """Replace the gradient of a parameter by one in the dtype in which the parameter is stored."""
         version = tensor.name, self.plan.assignment.stored[tensor.name]
-        size = self._bytes_in(version, self.precision.stored(tensor.dtype))
+        size = self._bytes_in(version, self._stored_dtype(tensor))
         found = self.gradients.get(version)
         if found is not None and not self.accumulates and self.storages.sizes[found] != size:
             self.gradients[version] = self.storages.new(size)

@@ -34,7 +34,7 @@ class TensorFacts:
     # How long a parameter stays gathered.
     gather: str | None
     lines: tuple[Line, ...]
-    # Dtypes of a parameter as it is stored, and of its gradient while it is summed over ranks.
+    # Dtypes of a parameter as it is stored, and of its gradient while it is summed over ranks, if it has one.
     stored_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     # The stages of a pipeline that have it.
@@ -103,14 +103,16 @@ def _tensor(plan: PlanRecord, tensor: NamedTensor) -> TensorFacts:
     stored = reduced = None
     if tensor.kind == "param":
         precision = plan.decided.options.precision
-        stored, reduced = precision.stored(tensor.dtype), precision.reduced(tensor.dtype)
+        stored = precision.stored(tensor.dtype, tensor.frozen)
+        reduced = None if tensor.frozen else precision.reduced(tensor.dtype)
     stage = stage_of(plan, tensor)
     return TensorFacts(tensor, layout, used, gather, tuple(_lines(plan, tensor)), stored, reduced, stage)
 
 
 def _tensor_lines(facts: TensorFacts) -> Iterator[str]:
     tensor = facts.tensor
-    yield f"{tensor}  {_short(tensor.dtype)} {list(tensor.shape)}, {tensor.kind}"
+    frozen = ", frozen" if tensor.frozen else ""
+    yield f"{tensor}  {_short(tensor.dtype)} {list(tensor.shape)}, {tensor.kind}{frozen}"
     yield f"  layout  {facts.layout}"
     if facts.used is not None:
         yield f"  used    {facts.used}"
@@ -118,7 +120,9 @@ def _tensor_lines(facts: TensorFacts) -> Iterator[str]:
         yield f"  gather  {facts.gather}"
     if facts.stage is not None:
         yield f"  stage   {facts.stage}"
-    if facts.stored_dtype not in (None, tensor.dtype) or facts.reduce_dtype not in (None, tensor.dtype):
+    if tensor.frozen:
+        yield f"  dtypes  stored in {_short(facts.stored_dtype)}; no gradient, no states of the optimizer"
+    elif facts.stored_dtype not in (None, tensor.dtype) or facts.reduce_dtype not in (None, tensor.dtype):
         yield f"  dtypes  stored in {_short(facts.stored_dtype)}, gradient summed in {_short(facts.reduce_dtype)}"
     for i, (number, line) in enumerate(facts.lines):
         yield f"  {'' if i else 'line':7} {number}: {line}"

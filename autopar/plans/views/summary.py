@@ -8,6 +8,7 @@ from textwrap import wrap
 from autopar.cost.compute.rates import rate_notes
 from autopar.errors import AutoparError
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
+from autopar.ir.graph import count_text
 from autopar.ir.precision import OWN
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
@@ -54,6 +55,7 @@ def _head(plan: PlanRecord) -> list[str]:
     ]
     if plan.decided.options.precision != OWN:
         lines.insert(1, f"  runs    {plan.decided.options.precision.text}")
+    lines += _frozen(plan)
     idle = _idle_axes(plan)
     if idle:
         why = "; communication would take longer" if plan.origin == "search" else ""
@@ -70,6 +72,17 @@ def _head(plan: PlanRecord) -> list[str]:
         busiest = f"assumed {ROUTING_IMBALANCE} times the mean on the busiest rank"
         lines.append(f"  note    rows go to their experts over {', '.join(split)}: {busiest}")
     return lines
+
+
+def _frozen(plan: PlanRecord) -> list[str]:
+    """Return how many parameters are trained, where some are frozen."""
+    graph, precision = plan.graph, plan.decided.options.precision
+    kinds = dict.fromkeys(precision.stored(one.dtype, frozen=True) for one in graph.parameters if one.frozen)
+    if not kinds:
+        return []
+    dtypes = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
+    counts = f"{count_text(graph.trained_numel)} of {count_text(graph.numel)} parameters"
+    return [f"  trains  {counts}; the others are frozen, stored in {dtypes}, without gradients and states"]
 
 
 def _split_groups(plan: PlanRecord) -> list[str]:

@@ -21,6 +21,7 @@ def plan_data(plan: PlanRecord) -> dict[str, Any]:
     return {
         "model": type(plan.graph.model).__name__,
         "graph": plan.decided.graph,
+        "parameters": {"numel": plan.graph.numel, "trained_numel": plan.graph.trained_numel},
         "mesh": dict(plan.decided.axes),
         "cluster": plan.cluster.name,
         "origin": plan.origin,
@@ -115,6 +116,7 @@ def explanation_data(explanation: Explanation, alternatives: Sequence[Alternativ
         "stored_dtype": facts.stored_dtype and str(facts.stored_dtype).removeprefix("torch."),
         "reduce_dtype": facts.reduce_dtype and str(facts.reduce_dtype).removeprefix("torch."),
         "kind": facts.tensor.kind,
+        "frozen": facts.tensor.frozen,
         "layout": facts.layout,
         "used": facts.used,
         "held": facts.gather,

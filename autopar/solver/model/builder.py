@@ -136,7 +136,14 @@ class ModelBuilder:
         if found is None:
             atoms = tensor.routed, tuple((atom.dim, atom.size) for atom in tensor.atoms)
             share = self.setting.prices.share(tensor.name)
-            found = tensor.kind == "param", tensor.dtype, tensor.requires_grad, tensor.shape, atoms, share
+            found = (
+                tensor.kind == "param",
+                tensor.dtype,
+                (tensor.requires_grad, tensor.frozen),
+                tensor.shape,
+                atoms,
+                share,
+            )
             found = self.cuts[tensor.name] = self._same(found)
         return found
 

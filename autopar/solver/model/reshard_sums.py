@@ -42,7 +42,9 @@ class TensorCut(NamedTuple):
         atoms = atoms_of(tensor)
         dtype, precision = tensor.dtype, setting.options.precision
         trained, is_param = tensor.requires_grad and setting.trains, tensor.kind == "param"
-        reduced, stored = (precision.reduced(dtype), precision.stored(dtype)) if is_param else (dtype, dtype)
+        reduced = stored = dtype
+        if is_param:
+            reduced, stored = precision.reduced(dtype), precision.stored(dtype, tensor.frozen)
         casts = len({dtype, reduced, stored}) > 1
         return cls(atoms.sizes, tensor.element_bytes, trained, reduced.itemsize, casts, atoms.by_share, atoms.roles)
 

@@ -128,10 +128,10 @@ class StorageVariables(ModelBuilder):
             sums[Sum.STEP_GIB] += inputs
             return
         precision, numel = options.precision, size / tensor.dtype.itemsize
-        held = numel * precision.stored(tensor.dtype).itemsize
+        held = numel * precision.stored(tensor.dtype, tensor.frozen).itemsize
         if tensor.requires_grad and self.setting.trains:
             held += numel * precision.state(tensor.dtype).itemsize * self.optimizer.states
-            kind = sum_dtype(tensor.dtype) if self._accumulates() else precision.stored(tensor.dtype)
+            kind = sum_dtype(tensor.dtype) if self._accumulates() else precision.stored(tensor.dtype, tensor.frozen)
             gradient = kind.itemsize / tensor.dtype.itemsize
             stays = self._accumulates() or not any(one.layout.splits)  # sums have a buffer of their own
             sums[Sum.KEPT_GIB] += size * gradient if stays else 0.0
