@@ -95,3 +95,18 @@ def test_rounding_again_changes_nothing(seed: int) -> None:
     x = (torch.randn(4096) * 10.0 ** (2 * seed - 4)).bfloat16()
     once = rounded(x, scale_of(x.abs().max()))
     assert torch.equal(rounded(once, scale_of(once.abs().max())), once)
+
+
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)])
+def test_frozen_operands_have_no_gradient_and_save_nothing(trained: tuple[bool, bool]) -> None:
+    """Each operand is saved for the gradient of the other."""
+    x, weight = (torch.randn(32, 32).bfloat16().requires_grad_(is_trained) for is_trained in trained)
+    whole = [one.detach().clone().requires_grad_() for one in (x, weight)]
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: (saved.append(one), one)[1], lambda one: one):
+        made = float8_linear(x, weight, None, rows=False)
+    float8_linear(*whole, None, rows=False).sum().backward()
+    made.sum().backward()
+    assert len(saved) == sum(trained)
+    for one, is_trained, expected in zip((x, weight), trained, whole, strict=True):
+        assert torch.equal(one.grad, expected.grad) if is_trained else one.grad is None

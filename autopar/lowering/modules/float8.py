@@ -27,7 +27,9 @@ MULTIPLE = 16
 
 _LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("float8_linear(Tensor input, Tensor weight, Tensor? bias, bool rows) -> Tensor")
-_LIBRARY.define("float8_linear_backward(Tensor gradient, Tensor input, Tensor weight, bool rows) -> (Tensor, Tensor)")
+# Two ops: a frozen weight has no gradient, nor has an input that nothing before it trains.
+_LIBRARY.define("float8_input_gradient(Tensor gradient, Tensor weight, bool rows) -> Tensor")
+_LIBRARY.define("float8_weight_gradient(Tensor gradient, Tensor input, bool rows) -> Tensor")
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: bool) -> Tensor:
@@ -110,34 +112,48 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: bool) -> Tenso
     return made.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _linear_backward(gradient: Tensor, x: Tensor, weight: Tensor, rows: bool) -> tuple[Tensor, Tensor]:
-    kind = E4M3 if rows else E5M2
-    above, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-    of_input = product(above, weight, (kind, E4M3), rows).reshape(x.shape)
-    return of_input, product(above.t(), inputs, (kind, E4M3), rows)
+def _input_gradient(gradient: Tensor, weight: Tensor, rows: bool) -> Tensor:
+    made = product(_matrix(gradient), weight, (E4M3 if rows else E5M2, E4M3), rows)
+    return made.reshape(*gradient.shape[:-1], weight.shape[1])
+
+
+def _weight_gradient(gradient: Tensor, x: Tensor, rows: bool) -> Tensor:
+    return product(_matrix(gradient).t(), _matrix(x), (E4M3 if rows else E5M2, E4M3), rows)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.rows = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, weight)
+    x, weight, _, ctx.rows = inputs
+    needed = ctx.needs_input_grad
+    # Each operand is saved for the gradient of the other one.
+    ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    of_input, of_weight = torch.ops.autopar.float8_linear_backward.default(gradient, x, weight, ctx.rows)
-    of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.has_bias else None
-    return of_input, of_weight, of_bias, None
+    ops = torch.ops.autopar
+    of_input = None if weight is None else ops.float8_input_gradient.default(gradient, weight, ctx.rows)
+    of_weight = None if x is None else ops.float8_weight_gradient.default(gradient, x, ctx.rows)
+    return of_input, of_weight, _matrix(gradient).sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 _LIBRARY.impl("float8_linear", _linear, "CompositeExplicitAutograd")
-_LIBRARY.impl("float8_linear_backward", _linear_backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("float8_input_gradient", _input_gradient, "CompositeExplicitAutograd")
+_LIBRARY.impl("float8_weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "autopar::float8_linear", lambda x, weight, bias, rows: x.new_empty(*x.shape[:-1], weight.shape[0]), lib=_LIBRARY
 )
 torch.library.register_fake(
-    "autopar::float8_linear_backward",
-    lambda gradient, x, weight, rows: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    "autopar::float8_input_gradient",
+    lambda gradient, weight, rows: gradient.new_empty(*gradient.shape[:-1], weight.shape[1]),
+    lib=_LIBRARY,
+)
+torch.library.register_fake(
+    "autopar::float8_weight_gradient",
+    lambda gradient, x, rows: gradient.new_empty(gradient.shape[-1], x.shape[-1]),
     lib=_LIBRARY,
 )
 FLOAT8_LINEAR = torch.ops.autopar.float8_linear.default
