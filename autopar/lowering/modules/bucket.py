@@ -344,12 +344,20 @@ class Regathered:
     whole: list[Tensor]
     begun: tuple[Tensor, ...] | None = None
     watched: bool = False
+    # True if the gradient of an operand frees the memory; and after it has.
+    ends: bool = False
+    over: bool = False
     released: bool = False
 
     def release(self) -> None:
         for tensor in self.whole:
             tensor.untyped_storage().resize_(0)
         self.released = True
+
+    def end(self) -> None:
+        """Free the memory after the last op of the backward that reads it."""
+        self.release()
+        self.over = True
 
     def begin(self) -> None:
         if self.released and self.begun is None:
@@ -364,7 +372,7 @@ class Regathered:
         assert self.begun is not None, "just begun"
         begun, self.begun, self.released = self.begun, None, False
         next_one = None if self.running.before is None else self.running.before.again
-        if next_one is not None:
+        if next_one is not None and not next_one.over:
             next_one.begin()
         with torch.no_grad():
             found = self.running.bucket.finished(waited(begun))

@@ -223,20 +223,27 @@ class BucketEnd(nn.Module):
 
 
 class RegatherWatch(nn.Module):
-    """Fill regathered memory before the backward of an op that reads it."""
+    """Fill regathered memory before the backward of an op that reads it.
+
+    The end of a bucket frees the memory in its backward, which a bucket of frozen parameters does not have. There the
+    op comes with its other operands: the gradient of the first one is complete when the backward has read the bucket.
+    """
 
     def __init__(self, running: BucketState) -> None:
         super().__init__()
         self.running = running
 
-    def forward(self, *results: Tensor) -> None:
+    def forward(self, result: Tensor, *operands: Tensor) -> None:
         again = self.running.again
         if torch.compiler.is_compiling() or again is None:
             return
-        for result in results:
-            if result.grad_fn is not None:
-                again.watched = True
-                result.grad_fn.register_prehook(lambda _: again.fill())
+        if result.grad_fn is not None:
+            again.watched = True
+            result.grad_fn.register_prehook(lambda _: again.fill())
+        first = None if again.ends else next((x for x in operands if x.grad_fn is not None), None)
+        if first is not None:
+            again.ends = True
+            first.register_hook(lambda _: again.end())  # type: ignore[no-untyped-call]
 
 
 class RegatherRelease(nn.Module):

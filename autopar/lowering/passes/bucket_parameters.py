@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -133,14 +133,17 @@ def put_in_buckets(
             graph.erase_node(member.node)
             del modules[str(member.node.target)]
         if again:
-            _give_up(graph, modules, name, running, values)
+            frozen = not any(tensors[str(one)].requires_grad for one in inputs)
+            _give_up(graph, modules, name, running, values, frozen)
     _cast(graph, modules, tensors, parameters)
     return sums
 
 
-def _give_up(graph: Graph, modules: dict[str, nn.Module], name: str, running: BucketState, values: list[Node]) -> None:
+def _give_up(
+    graph: Graph, modules: dict[str, nn.Module], name: str, running: BucketState, values: list[Node], frozen: bool
+) -> None:
     """Free the gathered copy after its last use, and watch the ops that read it."""
-    reading = readers(values)
+    reading = {node for node in readers(values) if not isinstance(modules.get(str(node.target)), RegatherWatch)}
     if any(reader.op == "output" for reader in reading):
         return
     places = {node: place for place, node in enumerate(graph.nodes)}
@@ -149,10 +152,27 @@ def _give_up(graph: Graph, modules: dict[str, nn.Module], name: str, running: Bu
     last: Node | None = None
     for reader in sorted(reading, key=places.__getitem__):
         with graph.inserting_after(reader):
-            last = graph.call_module(f"{name}_watch", (reader,))
+            others = _made_operands(reader, {*values, *reading}, modules) if frozen else ()
+            last = graph.call_module(f"{name}_watch", (reader, *others))
     if last is not None:
         with graph.inserting_after(last):
             graph.call_module(f"{name}_release")
+
+
+def _made_operands(reader: Node, known: Collection[Node], modules: Mapping[str, nn.Module]) -> tuple[Node, ...]:
+    """Return the operands of an op that are computed anew in each call."""
+    source = reader.args[0] if reader.target is operator.getitem else reader
+    assert isinstance(source, Node), reader
+    parameters = {
+        node
+        for node in source.all_input_nodes
+        if node.target is operator.getitem and isinstance(modules.get(str(node.args[0].target)), BucketEnd)  # type: ignore[union-attr]
+    }
+    return tuple(
+        node
+        for node in source.all_input_nodes
+        if node.op != "placeholder" and node not in known and node not in parameters
+    )
 
 
 def loop_with(value: Node, modules: Mapping[str, nn.Module]) -> Node | None:

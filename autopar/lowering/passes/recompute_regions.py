@@ -65,7 +65,7 @@ def with_regions(graph: Graph, modules: dict[str, nn.Module], regions: Sequence[
     modes: dict[int, Recompute] = {number: region.mode for number, region in enumerate(regions)}
     for node in graph.nodes:
         if isinstance(_module(node, modules), RegatherWatch):  # stands with the op that it watches
-            (reader,) = node.all_input_nodes
+            reader = node.all_input_nodes[0]  # the others are its operands
             node.meta.update({key: reader.meta[key] for key in (REGION, KEPT) if key in reader.meta})
         elif node.target is operator.getitem and isinstance(_module(node.args[0], modules), BucketEnd):
             for key in (REGION, KEPT):  # of the first op that reads it
@@ -139,7 +139,7 @@ def _gathered_again(graph: Graph, modules: Mapping[str, nn.Module]) -> dict[Buck
     for node in graph.nodes:
         module = _module(node, modules)
         if isinstance(module, RegatherWatch):
-            found.setdefault(module.running, []).extend(node.all_input_nodes)
+            found.setdefault(module.running, []).append(node.all_input_nodes[0])
     return found
 
 
