@@ -16,6 +16,7 @@ from autopar.cli import main
 from examples.custom_op import custom_op
 from examples.gpt import gpt
 from examples.llama3_8b import llama3_8b
+from examples.lora_llama import lora_llama
 from examples.mlp import mlp
 from examples.moe import moe
 from examples.resnet import resnet
@@ -59,6 +60,16 @@ def test_llama3_8b_has_the_real_sizes() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 8_030_261_248
     assert model.get_parameter("model.layers.0.self_attn.k_proj.weight").shape == (1024, 4096)
     assert inputs["input_ids"].shape == (16, 8192)
+
+
+def test_adapters_beside_a_llama_of_real_size() -> None:
+    model, _ = lora_llama(size="70b", rank=8)
+    counts = {True: 0, False: 0}
+    for parameter in model.parameters():
+        counts[parameter.requires_grad] += parameter.numel()
+    assert counts[False] == 70_553_706_496
+    widths = (2 * 8192, 8192 + 1024, 8192 + 1024, 2 * 8192, *[8192 + 28672] * 3)
+    assert counts[True] == 80 * 8 * sum(widths)
 
 
 def test_moe_experts_take_no_more_than_their_capacity() -> None:

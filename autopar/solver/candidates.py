@@ -155,7 +155,7 @@ def stored_of(
     if not kept:
         kept = list(dict.fromkeys(Sharding(tuple(axes or () for axes in one)) for one in wanted))
     ways = [StorageOption(layout) for layout in kept]
-    if tensor.kind == "param" and tensor.requires_grad:
+    if tensor.kind == "param" and setting.trains:
         split = [layout for layout in kept if any(layout.splits)]
         held = None if bound_layout.is_empty else gather_action(bound_layout.layout, tensor)
         if held == "regather":
