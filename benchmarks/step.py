@@ -23,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,14 +197,31 @@ def compare(
     ranks: int,
     architecture: str | None = None,
 ) -> Row:
-    steps = arguments.steps or STEPS[size]
     torch.manual_seed(0)
-    torch.compiler.reset()  # what was compiled for another comparison makes sizes symbols in this one
     model: nn.Module
     if architecture in MOE:
         model, inputs = moe(architecture, size)
     else:
         model, inputs = hf_causal(architecture, size) if architecture else gpt(**SIZES[size])
+    target = comparison.target
+    if arguments.compiled:
+        target = HF_COMPILED_TARGET if architecture else COMPILED_TARGET
+    name = f"{comparison.name} {architecture}" if architecture else comparison.name
+    return compare_models(replace(comparison, name=name, target=target), model, inputs, size, arguments, rank, ranks)
+
+
+def compare_models(
+    comparison: Comparison,
+    model: nn.Module,
+    inputs: dict[str, Tensor],
+    size: str,
+    arguments: argparse.Namespace,
+    rank: int,
+    ranks: int,
+) -> Row:
+    """Time our steps of a model and those of the peer, in turns."""
+    steps = arguments.steps or STEPS[size]
+    torch.compiler.reset()  # what was compiled for another comparison makes sizes symbols in this one
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autopar.AutoparWarning)
         ours = autopar.parallelize(model, f"{comparison.axis}={ranks}", inputs, layout=comparison.layout)
@@ -228,9 +245,8 @@ def compare(
     medians = [_typical(each) for each in slowest]
     pairs_of_turns = [[s for turn, s in enumerate(slowest[1]) if turn // 2 % 2 == half] for half in (0, 1)]
     noise = _typical(pairs_of_turns[0]) / _typical(pairs_of_turns[1])
-    targets = (HF_COMPILED_TARGET if architecture else COMPILED_TARGET, comparison.target)
     return Row(
-        f"{comparison.name} {architecture}" if architecture else comparison.name,
+        comparison.name,
         comparison.peer_name,
         size,
         ranks,
@@ -241,7 +257,7 @@ def compare(
         medians[1] * 1e3,
         medians[0] / medians[1],
         noise,
-        targets[0] if arguments.compiled else targets[1],
+        comparison.target,
         sent[0].bytes / 2**20,
         sent[1].bytes / 2**20,
         sent[0].count,
@@ -294,7 +310,7 @@ def run_rank(rank: int, ranks: int, arguments: argparse.Namespace, folder: str) 
         for comparison, architecture in wanted(arguments, ranks):
             row = compare(comparison, size, arguments, rank, ranks, architecture)
             if rank == 0:
-                print(_line(row), flush=True)
+                print(line(row), flush=True)
                 with Path(folder, "rows").open("a") as file:
                     file.write(json.dumps(asdict(row)) + "\n")
     dist.barrier()
@@ -304,7 +320,7 @@ def run_rank(rank: int, ranks: int, arguments: argparse.Namespace, folder: str) 
 HEAD = f"{'ours ÷ peer':42} {'size':6} ranks   ours ms   peer ms  ratio  noise  target   MiB sent     collectives"
 
 
-def _line(row: Row) -> str:
+def line(row: Row) -> str:
     name = f"{row.name}{' compiled' if row.compiled else ''} ÷ {row.peer}"
     mark = "" if row.ratio <= row.target else "  over"
     sent = "" if row.compiled else f"{row.ours_sent_mib:6.1f} {row.peer_sent_mib:6.1f}"

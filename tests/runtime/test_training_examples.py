@@ -99,6 +99,23 @@ def test_hugging_face(options: str, kinds: set[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [("fsdp=2", "fsdp"), ("pp=2", "micro 4; pipeline pp zero_bubble; * -> none")]
+)
+def test_adapters_learn_and_are_saved_alone(mesh: str, layout: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    options = ["--mesh", mesh, "--layout", layout, "--lr", "3e-2", "--save", str(tmp_path)]
+    losses, sent = train("lora_llama.py", 2, f"--steps 21 --every 20 {shlex.join(options)}")
+    assert len(losses) == 2
+    assert losses[-1] < losses[0] - 0.1
+    saved = torch.load(tmp_path / "adapters.pt")
+    assert len(saved) == 2 * 2 * 7, "two matrices of seven linears of two layers"
+    assert all("lora_" in name for name in saved)
+    if mesh == "fsdp=2":
+        assert len([kind for direction, kind, _ in sent if direction == "backward"]) == len(saved)
+
+
+@pytest.mark.slow
 def test_fine_tuning_changes_only_what_learns(tmp_path: Path) -> None:
     saved = tmp_path / "tuned.pt"
     options = ["--layout", "batch -> dp; d_ff -> ?; * -> none", "--save", str(saved), "--trained", "lm_head"]
