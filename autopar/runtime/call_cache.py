@@ -96,6 +96,7 @@ class CallCache:
         self.signature = signature_of(self.weights.skeleton)
         self.found: dict[Any, list[CompiledCall]] = {}
         self.latest: CompiledCall | None = None
+        self.compiler: Callable[[nn.Module], nn.Module] | None = None
         self.pending: PendingCheck | None = None
         # Counts calls, for FIRST_CALLS and LATER_CALLS.
         self.calls = 0
@@ -325,6 +326,8 @@ class CallCache:
         plan = CompiledCall(
             given, graph, assignment, emitted, held, self.shell, self.rank, self.results, self.synchronisation
         )
+        if self.compiler is not None:
+            plan.compile_layers(self.compiler)
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
         self.found.setdefault(given.key, []).append(plan)
         self.latest = plan

@@ -28,6 +28,7 @@ from autopar.ir.pytree import Constant, Flattened, Items, Mapped, Node, Original
 from autopar.lowering.collectives.checksum import digest, kind_of
 from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import GradientSync, waited
+from autopar.lowering.passes.compile_layers import compile_layers
 from autopar.runtime.activity import Activity, activity_of
 from autopar.runtime.module_shell import owner_of
 from autopar.runtime.shards import LocalShard, ShardOwner, number_of_shards
@@ -198,6 +199,12 @@ class CompiledCall:
             )
         # Number of shards of each result; of unequal ones, of how many like this rank's the whole is made.
         self.shares = tuple(1 if place is None else number_of_shards(graph, *place, rank) for place in emitted.results)
+
+    def compile_layers(self, compiled: Callable[[nn.Module], nn.Module]) -> int:
+        """Compile each kind of repeated layer; return the number of layers that run compiled."""
+        names = {node.node: node.name for node in self.graph.nodes}
+        layers = ([names[op] for op in layer if op in names] for one in self.graph.repeats for layer in one.layers)
+        return compile_layers(self.graph_module, layers, compiled)
 
     def values(self, given: CallSignature, compiled: bool = False) -> list[Tensor]:
         """Return the arguments of the graph: this rank's shards of all its placeholders."""

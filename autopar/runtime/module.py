@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
@@ -136,7 +137,8 @@ class ParallelModule(ClosedModule):
         return entry_of(self, key)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        # Dynamo cannot trace through one compiled module that stands at several places.
+        if not torch.compiler.is_compiling() or self._plans.compiler is not None:
             return self._call(args, kwargs)
         check_not_captured()
         # The two ends of a call cannot be traced by torch.compile; the graph between them can.
@@ -221,6 +223,30 @@ class ParallelModule(ClosedModule):
             DTensors that stand for the whole batch: `module(**module.from_rows(x=rows))`.
         """
         return from_rows(self._plans.current(), dim, rows)
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile each kind of repeated layer once, in place of the whole graph; calls of other shapes follow.
+
+        The time of compilation does not grow with the number of layers. Gathers of parameters run beside the layers.
+
+        Parameters:
+            options: those of `torch.compile`, such as `mode` and `backend`.
+        """
+        plans = self._plans
+        plans.current()
+        if plans.compiler is not None:
+            raise AutoparError(
+                "the layers are compiled already: expected one call of compile_layers(), got two\nfix: drop it"
+            )
+        compiler: Callable[[nn.Module], nn.Module] = partial(torch.compile, **options)  # type: ignore[assignment]
+        done = [call.compile_layers(compiler) for calls in plans.found.values() for call in calls]
+        if not any(done):
+            raise AutoparError(
+                "no repeated layer can be compiled alone: expected equal layers without dropout, regathered weights, "
+                "recomputation, micro-batches and stages\n"
+                "fix: torch.compile(module), which compiles the whole graph"
+            )
+        plans.compiler = compiler
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
