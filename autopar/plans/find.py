@@ -38,7 +38,7 @@ from autopar.sharding.time_slice import propagate_plan, step_plan
 from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.shapes import PricedShape, ShapeSearch
-from autopar.solver.solve import SolvedPlan, check_in_time
+from autopar.solver.solve import SolvedPlan, check_in_time, uncollected
 from autopar.solver.staged_plan import staged_plan, with_bound
 
 __all__ = [
@@ -126,6 +126,7 @@ def cluster_here() -> Cluster:
 # -- the search
 
 
+@uncollected()
 def plan_graph(
     graph: NamedGraph,
     meshes: Sequence[Mesh],

@@ -65,13 +65,22 @@ class ModelCosts:
     sequence: tuple[int, ...]
     layers: tuple[str, ...]
     inputs_bytes: float
+    # Costs in all modes, where these are in the first mode alone: of the same plan on other ranks that split the batch.
+    like: ModelCosts | None = None
     _columns: dict[str, Floats] = field(default_factory=dict)
 
     def column(self, name: str) -> Floats:
         """Return a number of each segment of the whole model, a row for each recompute mode."""
         if name not in self._columns:
-            rows = [[_number(one, name) for one in self.by_mode[mode]] for mode in STATES]
-            self._columns[name] = np.array(rows)[:, list(self.sequence)]
+            own = np.array(
+                [[_number(one, name) for one in self.by_mode[mode]] for mode in STATES if mode in self.by_mode]
+            )
+            found = own[:, list(self.sequence)]
+            if self.like is not None:
+                # Ranks that split the batch change what is stored and sent, which all modes share.
+                known = self.like.column(name)
+                found = np.maximum(0.0, known + (found - known[:1]))
+            self._columns[name] = found
         return self._columns[name]
 
     @cached_property
@@ -134,10 +143,13 @@ def staged(
     return Pipelining(statement.axis, mesh, statement.schedule, statement.chunks, statement.more, parts, held)
 
 
-def model_costs(short: ShortGraph, plan: StepPlan, cluster: Cluster, micro: MicroBatches) -> ModelCosts:
+def model_costs(
+    short: ShortGraph, plan: StepPlan, cluster: Cluster, micro: MicroBatches, like: ModelCosts | None = None
+) -> ModelCosts:
     """Return the costs of all segments under a plan of the short graph, with its layers in each recompute mode.
 
-    `micro` tells which ops run in each micro-batch, for a plan that has one alone.
+    `micro` tells which ops run in each micro-batch, for a plan that has one alone. `like` has the costs of the plan on
+    as many rows, and other ranks that split the batch: the first mode alone is priced then.
     """
     every = segments_of(short.graph, micro)
     parts = {op: number for number, (_, ops) in enumerate(every) for op in ops}
@@ -146,7 +158,7 @@ def model_costs(short: ShortGraph, plan: StepPlan, cluster: Cluster, micro: Micr
     assignment = replace(plan.assignment, pipelining=stages)
     by_mode: dict[Recompute, tuple[SegmentCosts, ...]] = {}
     inputs = 0.0
-    for mode in STATES:
+    for mode in STATES if like is None else STATES[:1]:
         modes = {} if mode == "none" else dict.fromkeys(layers_of(short.graph), mode)
         step = lower_step(short.graph, replace(plan, assignment=replace(assignment, recompute=modes)))
         # Memory of one micro-batch alone: those in flight are added for each schedule.
@@ -167,7 +179,7 @@ def model_costs(short: ShortGraph, plan: StepPlan, cluster: Cluster, micro: Micr
         own = [whole for whole, its in short.layers.items() if its == path] if path else [""]
         sequence += [number] * len(own)
         layers += own
-    return ModelCosts(plan, by_mode, tuple(sequence), tuple(layers), inputs)
+    return ModelCosts(plan, by_mode, tuple(sequence), tuple(layers), inputs, like)
 
 
 def _segment_costs(step: LoweredStep, number: int, times: PartTimes, sent: float) -> SegmentCosts:

@@ -242,7 +242,7 @@ class ShapeSearch:
             # The costs on other ranks that split the batch tell about what these would be.
             if known is not None and self._best_design(shape, known) is None:
                 continue
-            costs = self.known[key] = self._costs(shape, plan)
+            costs = self.known[key] = self._costs(shape, plan, known)
             best = self._best_design(shape, costs)
             if best is not None:
                 self.found.append(PricedShape(shape, costs, best))
@@ -277,10 +277,11 @@ class ShapeSearch:
         by_size = {size: network.seconds("send", (STAGES,), size) if size else 0.0 for size in set(sent.tolist())}
         return np.array([by_size[size] for size in sent.tolist()])
 
-    def _costs(self, shape: Shape, plan: StepPlan) -> ModelCosts:
-        """Return the costs of the segments under a plan of the short graph."""
+    def _costs(self, shape: Shape, plan: StepPlan, known: ModelCosts | None) -> ModelCosts:
+        """Return the costs of the segments under a plan of the short graph, given those on other ranks or none."""
         micro = MicroBatches(shape.count, BATCH) if shape.count > 1 else None
-        found = model_costs(self.short, on_axes(plan, shape.axes, micro), self.cluster, self._some_micro)
+        like = known if known is None or known.like is None else known.like
+        found = model_costs(self.short, on_axes(plan, shape.axes, micro), self.cluster, self._some_micro, like)
         key, seconds = (shape.model, shape.rows), float(found.seconds[0].sum())
         self.layer_seconds[key] = min(self.layer_seconds.get(key, math.inf), seconds)
         return found

@@ -99,7 +99,7 @@ def solve_plan(
     faster than `beat_seconds`.
     """
     began = time.monotonic()
-    with _uncollected():
+    with uncollected():
         micro = None if layout is None else layout.micro_batches
         graph, axes = with_shares(graph, layout or Layout(()), SubMesh.of(axes), 1 if micro is None else micro.count)
         setting = _problem(graph, axes, cluster, options or TrainingOptions(), layout or Layout(()))
@@ -134,7 +134,7 @@ def _problem(
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Run without the collector of cycles.
 
     A search makes millions of objects and next to no cycles. Looking for cycles took a third of the time on 32 layers.
