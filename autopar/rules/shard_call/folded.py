@@ -26,11 +26,18 @@ from autopar.rules.shard_call.attention import (
     widened,
     with_heads,
 )
+from autopar.rules.shard_call.attention_kernels import (
+    BACKWARD,
+    FORWARD,
+    KeyRange,
+    StoredRange,
+    add_rows,
+    merged,
+    take_rows,
+)
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 
-__all__ = ["RowStretch", "attend_folded", "fold", "folded_rows", "stretches_of"]
-
-aten = torch.ops.aten
+__all__ = ["RowStretch", "attend_folded", "fold", "folded_rows", "kernel_for", "stretches_of"]
 
 
 def fold(x: Tensor, dim: int, pieces: int) -> Tensor:
@@ -86,16 +93,21 @@ def attend_folded(
     shape = (*broadcast_lead(leads), query.shape[-2], value.shape[-1])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     width = max(query.shape[-1], value.shape[-1])
-    # A trace has no device yet; the CPU's kernel knows the shapes of its results there, too.
-    device = "cpu" if query.device.type == "meta" else query.device.type
-    kernel = fused_kernel(device, query.device.index, query.dtype, width)
-    kernel = kernel if kernel in ("cpu", "flash") else "written"
+    kernel = kernel_for(query, width)
     if kernel == "flash":
         width = -(-width // GPU_ALIGNMENT) * GPU_ALIGNMENT
     q, k, v = (widened(x, width) for x in with_heads(query, key, value, grouped, shares=kernel != "written"))
     rows = _Rows(pieces, key.shape[-2] // pieces, start, query.shape[-2] // pieces, window, kernel)
     found: Tensor = _Folded.apply(q, k, v, scale, rows)  # type: ignore[no-untyped-call]
     return found[..., : value.shape[-1]].reshape(shape)
+
+
+def kernel_for(query: Tensor, width: int) -> str:
+    """Return the kernel of parts of attention: `cpu`, `flash`, or `written` where none gives the sums of weights."""
+    # A trace has no device yet; the CPU's kernel knows the shapes of its results there, too.
+    device = "cpu" if query.device.type == "meta" else query.device.type
+    kernel = fused_kernel(device, query.device.index, query.dtype, width)
+    return kernel if kernel in ("cpu", "flash") else "written"
 
 
 def folded_rows(local: LocalCall, piece: FactorSlice) -> LocalCall:
@@ -118,41 +130,13 @@ def _rows(
 
 # -- the calls of a kernel ---------------------------------------------------------------------------------------------
 
-# Stretch of a folded tensor: its first row, their number, and whether the order is reversed.
-_Range = tuple[int, int, bool]
-
-
-def _take(x: Tensor, ranges: tuple[_Range, ...]) -> Tensor:
-    """Return some rows, ascending by position; one range in its own order is no copy."""
-    found = [x.narrow(-2, begin, count) for begin, count, _ in ranges]
-    found = [one.flip(-2) if flips else one for one, (_, _, flips) in zip(found, ranges, strict=True)]
-    return found[0] if len(found) == 1 else torch.cat(found, -2)
-
-
-def _add(into: Tensor, ranges: tuple[_Range, ...], more: Tensor) -> None:
-    """Add values to the rows that `_take` returns."""
-    at = 0
-    for begin, count, flips in ranges:
-        part = more.narrow(-2, at, count)
-        into.narrow(-2, begin, count).add_(part.flip(-2) if flips else part)
-        at += count
-
-
-@dataclass(frozen=True)
-class _KeyRange:
-    """Keys that rows see: all of them, those up to each row, or those in a window up to each row."""
-
-    ranges: tuple[_Range, ...]
-    causal: bool = False
-    window: int = 0
-
 
 @dataclass(frozen=True)
 class _RowCall:
     """Rows, and the ranges of keys that they see; the last key of a causal range is that of the last row."""
 
-    rows: _Range
-    parts: tuple[_KeyRange, ...]
+    rows: StoredRange
+    parts: tuple[KeyRange, ...]
 
 
 @dataclass(frozen=True)
@@ -184,7 +168,7 @@ class _Rows:
                 parts = self._window(begin + first, count) if self.window else self._causal(piece, begin, first + count)
                 yield _RowCall((piece * self.rows + at, count, flips), tuple(parts))
 
-    def _causal(self, piece: int, begin: int, count: int) -> Iterator[_KeyRange]:
+    def _causal(self, piece: int, begin: int, count: int) -> Iterator[KeyRange]:
         """Yield the keys before a stretch, in any order, and those of its first `count` rows."""
         offset = piece * self.length
         if piece % 2:
@@ -193,13 +177,13 @@ class _Rows:
             earlier = [(0, offset), (after, offset + self.length - after)]
         else:
             earlier = [(0, offset + self.start)]
-        yield from (_KeyRange(((at, number, False),)) for at, number in earlier if number)
-        yield _KeyRange(self._stored(begin, begin + count), causal=True)
+        yield from (KeyRange(((at, number, False),)) for at, number in earlier if number)
+        yield KeyRange(self._stored(begin, begin + count), causal=True)
 
-    def _window(self, begin: int, count: int) -> Iterator[_KeyRange]:
-        yield _KeyRange(self._stored(max(0, begin - self.window + 1), begin + count), True, self.window)
+    def _window(self, begin: int, count: int) -> Iterator[KeyRange]:
+        yield KeyRange(self._stored(max(0, begin - self.window + 1), begin + count), True, self.window)
 
-    def _stored(self, first: int, stop: int) -> tuple[_Range, ...]:
+    def _stored(self, first: int, stop: int) -> tuple[StoredRange, ...]:
         """Return where the positions from `first` to `stop` stand."""
         found = []
         for piece in range(first // self.length, (stop - 1) // self.length + 1):
@@ -208,16 +192,6 @@ class _Rows:
             at = self.length - end if piece % 2 else begin
             found.append((offset + at, end - begin, piece % 2 == 1))
         return tuple(found)
-
-
-def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge the results of rows over several ranges of keys by the logarithms of their sums."""
-    found, total = parts[0]
-    for more, sums in parts[1:]:
-        joined = torch.logaddexp(total, sums)
-        found = found * (total - joined).exp()[..., None] + more * (sums - joined).exp()[..., None]
-        total = joined
-    return found, total
 
 
 # -- all calls as one function -----------------------------------------------------------------------------------------
@@ -230,10 +204,12 @@ class _Folded(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, shard: _Rows) -> Tensor:
         found: list[tuple[int, Tensor, Tensor]] = []
         for call in shard.calls():
-            own, parts = _take(q, (call.rows,)), []
+            own, parts = take_rows(q, (call.rows,)), []
             for part in call.parts:
-                parts.append(FORWARD[shard.kernel](own, _take(k, part.ranges), _take(v, part.ranges), part, scale))
-            one, total = _merged(parts)
+                parts.append(
+                    FORWARD[shard.kernel](own, take_rows(k, part.ranges), take_rows(v, part.ranges), part, scale)
+                )
+            one, total = merged(parts)
             at, _, flips = call.rows
             found.append((at, one.flip(-2), total.flip(-1)) if flips else (at, one, total))
         found.sort(key=lambda one: one[0])
@@ -253,122 +229,13 @@ class _Folded(torch.autograd.Function):
         scale, shard = ctx.call
         of_q, of_k, of_v = (torch.zeros_like(in_sum_dtype(x)) for x in (q, k, v))
         for call in shard.calls():
-            its, own, one = (_take(x, (call.rows,)) for x in (gradient, q, result))
-            total = _take(sums[..., None], (call.rows,))[..., 0]
+            its, own, one = (take_rows(x, (call.rows,)) for x in (gradient, q, result))
+            total = take_rows(sums[..., None], (call.rows,))[..., 0]
             for part in call.parts:
-                seen = _take(k, part.ranges), _take(v, part.ranges)
+                seen = take_rows(k, part.ranges), take_rows(v, part.ranges)
                 # With the merged result and sums, the gradients of each part are its share of those of the whole.
                 made = BACKWARD[shard.kernel](its.contiguous(), own, *seen, one, total, part, scale)
-                _add(of_q, (call.rows,), made[0])
-                _add(of_k, part.ranges, made[1])
-                _add(of_v, part.ranges, made[2])
+                add_rows(of_q, (call.rows,), made[0])
+                add_rows(of_k, part.ranges, made[1])
+                add_rows(of_v, part.ranges, made[2])
         return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None
-
-
-# -- kernels: result and sums of one call, and its gradients -----------------------------------------------------------
-
-
-def _hidden(rows: Tensor, keys: int, part: _KeyRange) -> Tensor:
-    """Return the keys that each row does not see; the last row sees the last key."""
-    count = rows.shape[-2]
-    seen = torch.ones(count, keys, dtype=torch.bool, device=rows.device).tril(keys - count)
-    return ~(seen.triu(keys - count - part.window + 1) if part.window else seen)
-
-
-def _mask(rows: Tensor, keys: Tensor, part: _KeyRange) -> Tensor | None:
-    if not part.window:
-        return None
-    zeros = torch.zeros(rows.shape[-2], keys.shape[-2], dtype=rows.dtype, device=rows.device)
-    return zeros.masked_fill(_hidden(rows, keys.shape[-2], part), -torch.inf)
-
-
-def _cpu(rows: Tensor, keys: Tensor, values: Tensor, part: _KeyRange, scale: float) -> tuple[Tensor, Tensor]:
-    mask = _mask(rows, keys, part)
-    found: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu.default(
-        rows, keys, values, 0.0, part.causal and mask is None, attn_mask=mask, scale=scale
-    )
-    return found
-
-
-def _cpu_backward(
-    gradient: Tensor,
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    found: Tensor,
-    sums: Tensor,
-    part: _KeyRange,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    mask = _mask(rows, keys, part)
-    made: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        *(gradient, rows, keys, values, found, sums, 0.0, part.causal and mask is None), attn_mask=mask, scale=scale
-    )
-    return made
-
-
-def _flash(rows: Tensor, keys: Tensor, values: Tensor, part: _KeyRange, scale: float) -> tuple[Tensor, Tensor]:
-    # For this op causal means that the last row sees all keys. It has the heads inside of the rows.
-    q, k, v = (x.transpose(1, 2) for x in (rows, keys, values))
-    found, sums, *_ = aten._flash_attention_forward.default(
-        *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, part.causal, False), scale=scale, **_sides(part)
-    )
-    return found.transpose(1, 2), sums
-
-
-def _flash_backward(
-    gradient: Tensor,
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    found: Tensor,
-    sums: Tensor,
-    part: _KeyRange,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    given, q, k, v, out = (x.transpose(1, 2) for x in (gradient, rows, keys, values, found))
-    # Without dropout the state of the generator is not read.
-    state = torch.empty(2, dtype=torch.uint64, device=rows.device)
-    unused = torch.empty((), dtype=torch.uint64, device=rows.device)
-    made = aten._flash_attention_backward.default(
-        *(given, q, k, v, out, sums.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, part.causal, state, unused),
-        scale=scale,
-        **_sides(part),
-    )
-    return tuple(x.transpose(1, 2) for x in made)
-
-
-def _sides(part: _KeyRange) -> dict[str, int]:
-    return {"window_size_left": part.window - 1, "window_size_right": 0} if part.window else {}
-
-
-def _scores(rows: Tensor, keys: Tensor, part: _KeyRange, scale: float) -> Tensor:
-    scores = (in_sum_dtype(rows) * scale) @ in_sum_dtype(keys).transpose(-1, -2)
-    return scores.masked_fill(_hidden(rows, keys.shape[-2], part), -torch.inf) if part.causal else scores
-
-
-def _written(rows: Tensor, keys: Tensor, values: Tensor, part: _KeyRange, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _scores(rows, keys, part, scale)
-    return scores.softmax(-1) @ in_sum_dtype(values), scores.logsumexp(-1)
-
-
-def _written_backward(
-    gradient: Tensor,
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    found: Tensor,
-    sums: Tensor,
-    part: _KeyRange,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    given, result = in_sum_dtype(gradient), in_sum_dtype(found)
-    weights = (_scores(rows, keys, part, scale) - sums[..., None]).exp()
-    moved = given @ in_sum_dtype(values).transpose(-1, -2) - (given * result).sum(-1, keepdim=True)
-    of_scores = weights * moved * scale
-    of_keys = of_scores.transpose(-1, -2) @ in_sum_dtype(rows)
-    return of_scores @ in_sum_dtype(keys), of_keys, weights.transpose(-1, -2) @ given
-
-
-FORWARD: dict[str, Any] = {"cpu": _cpu, "flash": _flash, "written": _written}
-BACKWARD: dict[str, Any] = {"cpu": _cpu_backward, "flash": _flash_backward, "written": _written_backward}
