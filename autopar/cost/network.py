@@ -29,6 +29,7 @@ from autopar.errors import ClusterError
 from autopar.mesh import SubMesh
 from autopar.names import did_you_mean
 from autopar.sharding.level_sums import LevelSum
+from autopar.sharding.reshard.step_graph import StepKind
 
 # Collectives of messages between pairs of ranks, each with data of its own.
 PAIRWISE = ("all_to_all", "gather", "scatter", "send", "halo_exchange")
@@ -156,7 +157,10 @@ class Network:
         return outermost, -min((span.rate for span in group), default=inf), -list(self.axes).index(axis)
 
     def library_seconds(self, kind: str, axes: tuple[str, ...], buffer_bytes: float) -> float:
-        """Return the time of one collective of the library."""
+        """Return the time of one collective of the library; passing keys takes a send for each rank but one."""
+        if kind == StepKind.RING_PASS.value:
+            hops = prod(self.axes[axis] for axis in axes) - 1
+            return hops * self.library_seconds("send", axes, buffer_bytes / max(hops, 1))
         key = (kind, axes, buffer_bytes)
         found = self._seconds.get(key)
         if found is None:

@@ -21,6 +21,7 @@ from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.network import Network
+from autopar.cost.overlap import OverlapCost
 from autopar.cost.reshard_costs import ReshardCosts
 from autopar.ir.analysis.float8_linears import in_float8
 from autopar.ir.graph import NamedGraph
@@ -167,6 +168,38 @@ class TaskBuilder:
             kind = "copy" if cost.step.local else cost.step.kind
             host = cost.host_seconds
             yield Task(one.tensor, kind, shown, cost.seconds, cost.step.axes, cost.bytes, host_seconds=host)
+
+    def message(
+        self, one: InsertedReshard, way: str, work: OpWork, direction: Direction | None = None
+    ) -> Iterator[Task]:
+        """Yield a message inside an op; of one that runs beside the op's work, the time that is exposed."""
+        if not one.beside:
+            yield from self.reshard(one, way, direction)
+            return
+        steps = one.reshard.forward if way == "forward" else one.reshard.backward if one.differentiable else ()
+        for step in steps:
+            hops = len(one.beside) - 1
+            own = work.forward if way == "forward" else work.backward
+            size = float(one.bytes_of(step))
+            host = self.reshard_costs.network.cluster.library.host_seconds.get("send", self.launch)
+            seconds = self._exposed(step.axes, size / hops, [share * own.seconds for share in one.beside], way)
+            shown: Direction = direction or ("forward" if way == "forward" else "backward")
+            launches = hops if way == "forward" else 2 * hops
+            yield Task(one.tensor, step.kind.value, shown, seconds, step.axes, size, host_seconds=launches * host)
+
+    def _exposed(self, axes: tuple[str, ...], size: float, beside: Sequence[float], way: str) -> float:
+        """Return the time of hops of a size that work on the keys of the ranks in turn does not hide."""
+        network, overlap = self.reshard_costs.network, OverlapCost.of(self.cluster)
+        count = len(beside)
+        if way == "forward":
+            hop = network.seconds("send", axes, size)
+            return sum(overlap.seconds(hop, seconds) for seconds in beside[:-1])
+        # Half of the messages are keys, and half gradients of the keys that were worked on last; the own ones stay.
+        hop, total = network.seconds("send", axes, size / 2), 0.0
+        for number, seconds in enumerate(beside):
+            sent = hop * ((number + 1 < count) + (number > 1))
+            total += overlap.seconds(sent, seconds)
+        return total + hop
 
     def share(self, tensor: str) -> float:
         """Return a tensor's share of a collective that adds up several small tensors; 1 for all others."""
@@ -329,7 +362,7 @@ class _Profiler:
         if parameters:
             yield from self._casts(node)
         for one in self._value_reshards(reshards):
-            yield from self.tasks.reshard(one, "forward", direction)
+            yield from self.tasks.message(one, "forward", work, direction)
         yield from self.tasks.op(node.name, direction, work.forward)
         for one in reshards.after:
             yield from self.tasks.reshard(one, "forward", direction)
@@ -348,7 +381,7 @@ class _Profiler:
         for task in self.tasks.op(f"weights of {node.name}", "backward", work.weights) if late else ():
             yield task._replace(is_late=True)
         for one in reversed(self._value_reshards(reshards)):
-            yield from self.tasks.reshard(one, "backward")
+            yield from self.tasks.message(one, "backward", work)
         for name in dict.fromkeys(node.operands):
             if name is not None and self.graph.tensors[name].requires_grad:
                 yield from (task._replace(is_late=name in late) for task in self._gradient_sums(name, node))

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import Invariant, check_invariants
+from autopar.lowering.collectives.key_ring import LocalKeyRing
 from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emitted import Emitted
@@ -222,6 +223,19 @@ def _unknown_groups(given: _Lowered) -> Iterator[str]:
                     yield f"{name}: {step} runs in the group {local.group!r} of {local.ranks} ranks"
 
 
+def _wrong_rings(given: _Lowered) -> Iterator[str]:
+    for call in given.calls:
+        rings = call.module.sends if isinstance(call.module, LoweredOpModule) else ()
+        for ring in (one for one in rings if isinstance(one, LocalKeyRing)):
+            group = given.groups.of(ring.message.axes)
+            places = [ring.message.place({**given.groups.coordinate, **one}) for one in group.members]
+            found = [ring.members.index(number) for number in range(len(ring.members))]
+            if ring.group != group.name or found != places:
+                yield f"{call.node.name} passes keys along {found} of the group {ring.group!r}, expected {places}"
+            if ring.place != ring.message.place(given.groups.coordinate):
+                yield f"{call.node.name} passes keys from place {ring.place}"
+
+
 def _unused_collectives(given: _Lowered) -> Iterator[str]:
     for call in given.calls:
         if call.sent and not call.node.users:
@@ -277,6 +291,7 @@ EMITTED_INVARIANTS: tuple[Invariant[_Lowered], ...] = (
     Invariant("outputs", "the graph returns a tensor where the traced graph does", _wrong_outputs),
     Invariant("buckets", "a bucket starts at most once, then ends once", _wrong_buckets),
     Invariant("groups", "each collective runs in the group of its axes", _unknown_groups),
+    Invariant("rings", "keys pass along the ranks of an axis in their order", _wrong_rings),
     Invariant("no dead collective", "something reads what a collective gives", _unused_collectives),
     Invariant("reshards", "each planned reshard stands in the graph once, and no other does", _reshards_unlike_plan),
     Invariant("local shapes", "values have the local shapes of their shardings", _shapes_unlike_shardings),

@@ -13,7 +13,7 @@ give NaN where the sum gives infinity.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, permutations, product, zip_longest
 from math import prod
 from operator import mul
@@ -26,6 +26,7 @@ from autopar.mesh import SubMesh
 from autopar.rules.notation import FactorKind, Operand
 from autopar.rules.ops.routed import COMBINE
 from autopar.sharding.lowered_ops import lowered_op_of
+from autopar.sharding.lowered_ops.ring_attention import MASK, rows_beside
 from autopar.sharding.sharding import MICRO, Sharding, atoms_of, splits_evenly
 
 SPLITTABLE = (FactorKind.PARALLEL, FactorKind.SUM, FactorKind.MEAN)
@@ -51,8 +52,8 @@ class Choice:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that split something."""
-        return tuple(axis for _, axes in self.splits for axis in axes)
+        """The axes that split something, each once."""
+        return tuple(dict.fromkeys(axis for _, axes in self.splits for axis in axes))
 
     def of(self, site: Site) -> tuple[str, ...]:
         return dict(self.splits).get(site, ())
@@ -100,7 +101,8 @@ def choices(
 ) -> Iterator[Choice]:
     """Yield all choices that give each axis a candidate site, a passing, or nothing.
 
-    Axes that split one site do so in every order; the order of the mesh comes first.
+    Axes that split one site do so in every order; the order of the mesh comes first. An axis that splits the keys of
+    attention splits the rows too.
     """
     passing = passing or {}
     names = [axis for axis in axes if axis in candidates or axis in passing]
@@ -111,13 +113,25 @@ def choices(
     ]
     for picked in product(*options):
         splits: dict[Site, tuple[str, ...]] = {}
+        # Sites of keys, with their axes: they follow the order of the rows.
+        keys: dict[Site, tuple[str, ...]] = {}
         for axis, way in zip(names, picked, strict=True):
             if isinstance(way, tuple):
+                rows = rows_beside(node, way)
+                if rows is not None:
+                    keys[way] = (*keys.get(way, ()), axis)
+                    way = rows
                 splits[way] = (*splits.get(way, ()), axis)
+        if any(MICRO in axes for axes in keys.values()):
+            continue
         passes = tuple((axis, way) for axis, way in zip(names, picked, strict=True) if isinstance(way, frozenset))
         sites = sorted(splits)
         for orders in product(*(_orders(splits[site]) for site in sites)):
-            choice = Choice(tuple(zip(sites, orders, strict=True)), passes)
+            ordered = dict(zip(sites, orders, strict=True))
+            for site, used in keys.items():
+                along = ordered[rows_beside(node, site) or site]
+                ordered[site] = tuple(axis for axis in along if axis in used)
+            choice = Choice(tuple((site, ordered[site]) for site in sorted(ordered)), passes)
             if all(can_split(node, site, used, axes, (site, used) in uneven) for site, used in choice.splits):
                 yield choice
 
@@ -147,6 +161,8 @@ def can_split(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh,
     if kind is FactorKind.HALO:
         extents.append(node.sizes[factor])  # the extent of the output
     if site in node.by_share and axes.shares is not None and axes.shares.along(used) is not None:
+        if rows_beside(node, site) is not None:
+            return False  # a message has the keys of one length
         # Neighbours exchange the edges of even pieces.
         is_tried = node.source != "discovered" and kind is not FactorKind.HALO
         return is_tried and splits_evenly(extents[0], used, axes, by_share=True)
@@ -218,11 +234,19 @@ def _sharding(
     sites = sites_of(node, operand, tensor)
     if sites is None and choice.splits:
         return None
+    if position == MASK and any(rows_beside(node, site) is not None for site, _ in choice.splits):
+        # Keys pass by, and each rank has the mask of its rows for all of them. A kernel gives it no gradient.
+        if tensor.requires_grad:
+            return None
+        choice = replace(choice, splits=tuple(one for one in choice.splits if rows_beside(node, one[0]) is None))
     splits = tuple(() if site is None else choice.of(site) for site in sites or (None,) * len(tensor.atoms))
     partial: set[str] = set()
     broadcast: set[str] = set()
-    for (factor, _), axes in choice.splits:
-        if set(axes) <= {axis for split in splits for axis in split}:
+    own = {axis for split in splits for axis in split}
+    for (factor, _), used in choice.splits:
+        # Some axes of the rows may split the keys too.
+        axes = [axis for axis in used if axis not in own]
+        if not axes:
             continue
         if factor in operand.factors:
             return None  # the tensor has the factor, but not the atom that is split

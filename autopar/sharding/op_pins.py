@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from autopar.errors import LayoutError
+from autopar.ir.analysis.contractions import ATTENTIONS
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
@@ -14,6 +15,8 @@ from autopar.sharding.layout.language import Layout, axes_of, parse_rules
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import OpPin, Pin
+from autopar.sharding.lowered_ops.ring_attention import MASK, rows_beside
+from autopar.sharding.sharding import MICRO
 
 
 def pin_of(layout: Layout, node: NamedNode) -> OpPin | None:
@@ -29,7 +32,12 @@ def pin_of(layout: Layout, node: NamedNode) -> OpPin | None:
 
 def pinned_sites(pin: OpPin, node: NamedNode) -> dict[str, list[Site]]:
     """Return the sites that each axis of a pin may split."""
-    return {axis: _sites(factor, node) for factor, axes in pin.choice if _splits(factor) for axis in axes}
+    found: dict[str, list[Site]] = {}
+    for factor, axes in pin.choice:
+        # An axis of rows and keys has both words.
+        for axis in axes if _splits(factor) else ():
+            found.setdefault(axis, []).extend(_sites(factor, node))
+    return found
 
 
 def uneven_sites(pin: OpPin, node: NamedNode) -> set[tuple[Site, tuple[str, ...]]]:
@@ -66,8 +74,9 @@ def _sites(word: str, node: NamedNode) -> list[Site]:
 
 
 def allows(pin: OpPin, choice: Choice, node: NamedNode) -> bool:
-    """Return whether a choice equals the pin, up to the order of axes over atoms."""
-    splits = dict(choice.splits)
+    """Return whether a choice equals the pin, up to the order of axes over atoms; a pin does not name micro-batches."""
+    in_space = ((site, tuple(axis for axis in axes if axis != MICRO)) for site, axes in choice.splits)
+    splits = {site: axes for site, axes in in_space if axes}
     for factor, axes in pin.choice:
         if not _splits(factor):
             continue
@@ -105,13 +114,34 @@ def infeasible_pin(pin: OpPin, node: NamedNode, axes: SubMesh, graph: NamedGraph
         sizes = " * ".join(f"{axis}={axes[axis]}" for axis in over)
         reasons.append(f"{factor}: {kind.value}, extent {' x '.join(map(str, extents)) or 'none'}, over {sizes}")
     listed = "\n".join(f"  {reason}" for reason in reasons)
+    fix = "pin a factor that the rule lets split, in shards of one size that its operands can be brought into"
+    if node.op in ATTENTIONS and any(word.partition(".")[0] == "t" for word, _ in pin.choice):
+        fix = _fix_of_ring(pin, node, graph) or fix
     return layout_error(
         "E5",
         f"the op {node.name} ({node.op}) cannot be split as it is pinned\n"
         f"  rule  {node.rule}\n{listed}\n  line  {node.origin.source}: {node.origin.source_code}",
-        "pin a factor that the rule lets split, in shards of one size that its operands can be brought into",
+        fix,
         pin.span,
     )
+
+
+def _fix_of_ring(pin: OpPin, node: NamedNode, graph: NamedGraph) -> str:
+    """Return what to change where keys of attention cannot pass from rank to rank; empty if that is not the reason."""
+    of_factor: dict[str, set[str]] = {"s": set(), "t": set()}
+    for word, axes in pin.choice:
+        of_factor.setdefault(word.partition(".")[0], set()).update(axes)
+    if node.rule.random:
+        return "keys pass from rank to rank without dropout: disable it, or leave out 't'"
+    if not of_factor["t"] <= of_factor["s"]:
+        missing = "*".join(sorted(of_factor["t"]))
+        return f"an axis that splits the keys splits the rows too: write 's -> {missing}' as well"
+    mask = node.operands[MASK] if len(node.operands) > MASK else None
+    if mask is not None and graph.tensors[mask].requires_grad:
+        return f"the mask {mask} has a gradient, which only whole keys give: leave out 't'"
+    if not any(rows_beside(node, site) for site in _sites("t", node)):
+        return "the rows have other parts than the keys: leave out 't'"
+    return ""
 
 
 def kinds_of(tensor: NamedTensor, returned: Collection[str]) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ from autopar.sharding.pipelining import (
     without_stages,
 )
 from autopar.sharding.reshard.reshard import NoSteps, Reshard, reshard
-from autopar.sharding.sharding import Atoms, Sharding, atoms_of, with_time
+from autopar.sharding.sharding import MICRO, Atoms, Sharding, atoms_of, with_time
 from autopar.sharding.shares import with_shares
 from autopar.sharding.verify import verify_assignment
 
@@ -265,7 +265,8 @@ class _Propagation:
         sites, uneven = self._candidates(node, targets)
         passing = self._passing(node)
         if pin is not None:
-            sites, uneven = pinned_sites(pin, node), uneven | uneven_sites(pin, node)
+            in_time = {axis: found for axis, found in sites.items() if axis == MICRO}
+            sites, uneven = {**in_time, **pinned_sites(pin, node)}, uneven | uneven_sites(pin, node)
             passing = {**passing, **pinned_passings(pin, node)}
         for choice in choices(node, sites, self.axes, uneven, passing):
             if pin is not None and not allows(pin, choice, node):

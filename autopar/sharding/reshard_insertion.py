@@ -8,7 +8,7 @@ so a plan can be priced on any machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -20,7 +20,7 @@ from autopar.ir.precision import Precision
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.level_sums import LevelPhase, LevelSum
-from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
+from autopar.sharding.lowered_ops import LoweredOpContext, OpMessage, lowered_context
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind, reshard
 from autopar.sharding.sharding import (
@@ -92,6 +92,16 @@ class InsertedReshard:
     itemsize: float
     differentiable: bool
     in_time: tuple[Sharding, Sharding] | None = None
+    # Of a message inside an op, the shares of its work that run beside each hop.
+    beside: tuple[float, ...] = ()
+
+    @classmethod
+    def of_message(cls, node: NamedNode, message: OpMessage) -> InsertedReshard:
+        """Return a message of a lowered op as a reshard of the operand that it sends."""
+        name = node.operands[message.operand]
+        assert name is not None, node.name
+        found = cls(name, node.name, message.reshard, message.itemsize, message.differentiable)
+        return replace(found, beside=message.beside)
 
     @property
     def source(self) -> Sharding:
@@ -264,9 +274,4 @@ class _ReshardInserter:
 def _messages(split: LoweredOpContext | None) -> tuple[InsertedReshard, ...]:
     if split is None:
         return ()
-    name = split.node.operands[0]
-    assert name is not None, split.node.name
-    return tuple(
-        InsertedReshard(name, split.node.name, message.reshard, message.itemsize, message.differentiable)
-        for message in split.messages()
-    )
+    return tuple(InsertedReshard.of_message(split.node, message) for message in split.messages())

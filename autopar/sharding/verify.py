@@ -14,6 +14,7 @@ from autopar.ir.invariants import Invariant, check_invariants
 from autopar.ir.values import NamedTensor
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import can_split, shardings_of
+from autopar.sharding.lowered_ops.ring_attention import rows_beside
 from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.reshard.reshard import Reshard, Step
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
@@ -85,8 +86,12 @@ def _misfits(given: _Assigned) -> Iterator[str]:
 
 def _repeated_axes(given: _Assigned) -> Iterator[str]:
     # A sharding refuses a repeated axis when it is made.
+    nodes = {node.name: node for node in given.graph.nodes}
     for name, op in given.assignment.ops.items():
-        used = [*op.choice.axes, *(axis for axis, _ in op.choice.passes)]
+        node = nodes[name]
+        # The axes of keys split the rows too.
+        alone = (axes for site, axes in op.choice.splits if rows_beside(node, site) is None)
+        used = [*(axis for axes in alone for axis in axes), *(axis for axis, _ in op.choice.passes)]
         if len(set(used)) < len(used):
             yield f"{name} chooses {op.choice}"
 
@@ -97,6 +102,9 @@ def _illegal_splits(given: _Assigned) -> Iterator[str]:
         for site, used in given.assignment.ops[node.name].choice.splits:
             if not can_split(node, site, used, axes, uneven=True):
                 yield f"{node.name}: the rule {node.rule} does not allow {site[0]} -> {'*'.join(used)}"
+            rows = rows_beside(node, site)
+            if rows is not None and not set(used) <= set(given.assignment.ops[node.name].choice.of(rows)):
+                yield f"{node.name} splits {site[0]} by {'*'.join(used)}, and its rows not"
 
 
 def _unlike_choice(given: _Assigned) -> Iterator[str]:

@@ -16,7 +16,7 @@ from autopar.ir.invariants import InvariantError
 from autopar.lowering.emit import emit
 from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket_ends import BucketEnd
-from autopar.lowering.modules.shard_ops import ReshardModule
+from autopar.lowering.modules.shard_ops import LoweredOpModule, ReshardModule
 from autopar.lowering.verify import EMITTED_INVARIANTS, verify_emitted
 from autopar.lowering.verify_shapes import SHARD
 from autopar.mesh import SubMesh
@@ -31,16 +31,19 @@ from tests.ranks import SimulatedGroups, on_ranks
 AXES = SubMesh({"dp": 2, "tp": 2})
 
 
+HEADS = "batch -> dp; (heads, d_ff) -> tp; * -> none; param { d_model -> dp }"
+RING = "batch -> dp; seq -> tp; op @*/scaled_dot_product_attention[a -> dp, s -> tp, t -> tp]; * -> none"
+
+
 @cache
-def planned() -> tuple[NamedGraph, Assignment]:
+def planned(layout: str = HEADS) -> tuple[NamedGraph, Assignment]:
     graph = autopar.trace(*gpt(layers=1))
-    layout = "batch -> dp; (heads, d_ff) -> tp; * -> none; param { d_model -> dp }"
     return graph, propagate(graph, parse_layout(layout), AXES)
 
 
-def check(change: Callable[[Emitted], Emitted | None]) -> None:
+def check(change: Callable[[Emitted], Emitted | None], layout: str = HEADS) -> None:
     """Emit the graph of each rank, change that of the first, verify all."""
-    graph, assignment = planned()
+    graph, assignment = planned(layout)
     reshards = insert_reshards(graph, assignment, "sharded", False)
 
     def verify(groups: SimulatedGroups) -> None:
@@ -93,6 +96,12 @@ def another_group(emitted: Emitted) -> None:
     module.conversion = replace(module.conversion, forward=steps)
 
 
+def backwards(emitted: Emitted) -> None:
+    module = calls(emitted, LoweredOpModule)[0][1]
+    (ring,) = module.sends
+    module.sends = (replace(ring, place=1 - ring.place),)
+
+
 def unread(emitted: Emitted) -> None:
     node = sending(emitted)[0]
     with emitted.graph_module.graph.inserting_after(node):
@@ -118,6 +127,7 @@ BROKEN: dict[str, Callable[[Emitted], Emitted | None]] = {
     "outputs": lambda emitted: replace(emitted, results=()),
     "buckets": ended_twice,
     "groups": another_group,
+    "rings": backwards,
     "no dead collective": unread,
     "reshards": left_out,
     "local shapes": another_shape,
@@ -126,6 +136,7 @@ BROKEN: dict[str, Callable[[Emitted], Emitted | None]] = {
 
 def test_what_is_emitted_keeps_all() -> None:
     check(lambda emitted: None)
+    check(lambda emitted: None, RING)
 
 
 def test_each_invariant_is_broken_below() -> None:
@@ -135,5 +146,5 @@ def test_each_invariant_is_broken_below() -> None:
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_found(name: str) -> None:
     with pytest.raises(InvariantError) as error:
-        check(BROKEN[name])
+        check(BROKEN[name], RING if name == "rings" else HEADS)
     assert error.value.invariant == name, error.value

@@ -31,6 +31,7 @@ from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.buckets import Bucket, buffers_of, shape_of
 from autopar.sharding.lowered_ops import LoweredOpContext
 from autopar.sharding.lowered_ops.base import OpMessage, Send
+from autopar.sharding.lowered_ops.ring_attention import RingPass
 from autopar.sharding.reshard.reshard import Step, StepKind
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, ReshardPlan
 from autopar.sharding.sharding import atoms_of
@@ -134,8 +135,24 @@ def _argument(value: Any, operand: Tensor | None) -> Any:
     return operand if isinstance(value, Node) else value
 
 
-def _fake_send(message: OpMessage) -> Send:
+class _FakeRing:
+    """Ring of keys with the shapes of what it receives, that sends nothing."""
+
+    place = 0
+    # The first hop, those in which keys and gradients pass, and the last one.
+    most_places = 4
+
+    def begin(self, message: Tensor, received: int) -> Tensor:
+        return message.new_empty(received)
+
+    def end(self, message: Tensor) -> Tensor:
+        return message
+
+
+def _fake_send(message: OpMessage) -> Send | _FakeRing:
     """Return a function with the shapes of a message, and its gradient, that sends nothing."""
+    if isinstance(message, RingPass):
+        return _FakeRing()
     found = message.reshard
     shape = found.atoms.fold(found.target.largest_sizes(found.atoms, found.axes))
 

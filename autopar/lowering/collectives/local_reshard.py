@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.lowering.collectives.key_ring import LocalKeyRing
 from autopar.lowering.collectives.level_groups import sum_by_level
 from autopar.lowering.collectives.local_steps import LocalStep, bind, finish, keep_local, prepare
 from autopar.lowering.collectives.process_groups import Groups
@@ -29,6 +30,7 @@ from autopar.rules.shard_call.folded import fold
 from autopar.sharding.lowered_ops.base import Maximum, OpMessage, Send
 from autopar.sharding.lowered_ops.halo import HaloExchange, HaloStretch
 from autopar.sharding.lowered_ops.reorder import OrderExchange, Ranges, common
+from autopar.sharding.lowered_ops.ring_attention import RingPass
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 
 
@@ -272,8 +274,10 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(gradient, *ctx.way), None, None, None  # type: ignore[no-untyped-call]
 
 
-def bind_message(message: OpMessage, groups: Groups) -> Send:
+def bind_message(message: OpMessage, groups: Groups) -> Send | LocalKeyRing:
     """Bind a message to this rank; all ranks bind the same messages, in the same order."""
+    if isinstance(message, RingPass):
+        return LocalKeyRing.bind(message, groups)
     if isinstance(message, HaloExchange):
         return _edges(message, groups)
     if isinstance(message, OrderExchange):

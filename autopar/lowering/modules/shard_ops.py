@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.lowering.collectives.key_ring import LocalKeyRing
 from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.modules.random_draws import DropoutMask, OpSample, RandomDraw, RreluSlopes, draw, known
 from autopar.rules.shard_call.dispatch import LOWERINGS
@@ -65,7 +66,7 @@ class LoweredOpModule(nn.Module):
         local: LocalCall,
         pieces: Mapping[str, FactorSlice],
         names: tuple[str, ...],
-        sends: tuple[Send, ...],
+        sends: tuple[Send | LocalKeyRing, ...],
     ) -> None:
         super().__init__()
         self.split = split

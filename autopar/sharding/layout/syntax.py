@@ -22,7 +22,7 @@ Axes = tuple[str, ...]
 Kind = Literal["param", "use", "grad", "opt", "act", "input", "output", "buffer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-Collective = Literal["all_gather", "all_reduce", "all_to_all", "halo_exchange", "reduce_scatter"]
+Collective = Literal["all_gather", "all_reduce", "all_to_all", "halo_exchange", "reduce_scatter", "ring_pass"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 

@@ -14,7 +14,7 @@ from pkgutil import iter_modules
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
-from autopar.sharding.lowered_ops.base import LoweredOp, LoweredOpContext, OpMessage
+from autopar.sharding.lowered_ops.base import LoweredOp, LoweredOpContext, OperandShard, OpMessage
 from autopar.sharding.sharding import Sharding, atoms_of
 
 __all__ = ["LoweredOp", "LoweredOpContext", "OpMessage", "communicating", "lowered_ops", "split_of"]
@@ -53,18 +53,20 @@ def lowered_context(
     `at` are the coordinates of a rank, by default of one with the longest shards.
     """
     own: dict[str, tuple[str, ...]] = {}
+    splits = tuple(splits)
     for (factor, _), used in splits:
         if lowered_op_of(node, factor) is not None:
             own[factor] = (*own.get(factor, ()), *used)
     if not own:
         return None
-    name, sharding = node.operands[0], operands[0]
-    assert name is not None, node.name
-    assert sharding is not None, node.name
-    tensor = graph.tensors[name]
-    atoms = atoms_of(tensor)
     at = SubMesh.of(axes).longest if at is None else at
-    shape = atoms.fold(sharding.local_sizes(atoms, axes, at))
-    return LoweredOpContext(
-        lowered_ops()[node.op], node, axes, at, own, shape, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    )
+    shards: list[OperandShard | None] = []
+    for name, sharding in zip(node.operands, operands, strict=True):
+        if name is None or sharding is None:
+            shards.append(None)
+            continue
+        tensor = graph.tensors[name]
+        atoms = atoms_of(tensor)
+        shape = atoms.fold(sharding.local_sizes(atoms, axes, at))
+        shards.append(OperandShard(shape, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+    return LoweredOpContext(lowered_ops()[node.op], node, axes, at, own, tuple(splits), tuple(shards))

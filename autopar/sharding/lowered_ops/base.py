@@ -32,10 +32,30 @@ class OpMessage:
     itemsize: int
     differentiable: bool
 
+    @property
+    def operand(self) -> int:
+        """The operand that is sent."""
+        return 0
+
+    @property
+    def beside(self) -> tuple[float, ...]:
+        """Shares of the op's work that run beside each of its hops in turn; empty if the op waits for it."""
+        return ()
+
+
+@dataclass(frozen=True)
+class OperandShard:
+    """Operand of a lowered op on one rank: local and global shape, dtype, and whether it has a gradient."""
+
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
 
 @dataclass(frozen=True)
 class LoweredOpContext:
-    """Lowered op on one rank: a node, its split factors, and the shapes of the first operand."""
+    """Lowered op on one rank: a node, its split factors, and its operands."""
 
     lowering: LoweredOp
     node: NamedNode
@@ -43,11 +63,34 @@ class LoweredOpContext:
     at: Mapping[str, int]  # the coordinates of the rank
     # Axes of each split factor that the rule alone would keep whole, major to minor.
     factors: Mapping[str, tuple[str, ...]]
-    # Local and global shape of the first operand.
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    dtype: torch.dtype
-    differentiable: bool
+    # Axes of each split site.
+    splits: tuple[tuple[tuple[str, int], tuple[str, ...]], ...]
+    # None for an absent one.
+    operands: tuple[OperandShard | None, ...]
+
+    @property
+    def first(self) -> OperandShard:
+        (first, *_) = self.operands
+        assert first is not None, self.node.name
+        return first
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local shape of the first operand."""
+        return self.first.shape
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Global shape of the first operand."""
+        return self.first.whole
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.first.dtype
+
+    @property
+    def differentiable(self) -> bool:
+        return self.first.differentiable
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -71,9 +114,9 @@ class LoweredOp(Protocol):
         """Return its messages, in the order of sending."""
 
     def run(
-        self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
+        self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Any, ...]
     ) -> Any:
-        """Run the op on the shards of this rank; `sends` are its messages, bound to the rank."""
+        """Run the op on the shards of this rank; `sends` are its messages, bound to the rank: functions or rings."""
 
 
 class WholeFactorOp:

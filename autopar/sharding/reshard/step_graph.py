@@ -29,6 +29,8 @@ class StepKind(Enum):
     ALL_TO_ALL = "all_to_all"
     # In no reshard: windows along a split dim, as in convolutions, read the edges of the neighbours.
     HALO_EXCHANGE = "halo_exchange"
+    # In no reshard: keys and values of attention pass from rank to rank.
+    RING_PASS = "ring_pass"
 
 
 LOCAL = frozenset((StepKind.SLICE, StepKind.KEEP_ONE, StepKind.PAD))

@@ -123,7 +123,7 @@ class OpVariables(ModelBuilder):
                 self._add_work(more[:, i], work.forward, Sum.BACKWARD_ROOM)
                 if self.setting.trains:
                     self._add_work(once[:, i], work.backward, Sum.BACKWARD_ROOM)
-                self._sent_inside(once[:, i], more[:, i], node, option)
+                self._sent_inside(once[:, i], more[:, i], node, option, work)
             self.known[key] = once, more
         found: tuple[Floats, Floats] = self.known[key]
         return found
@@ -168,15 +168,13 @@ class OpVariables(ModelBuilder):
         sums[room] += work.seconds
         sums[Sum.HOST] += work.launches * self.setting.prices.launch if work.seconds else 0.0
 
-    def _sent_inside(self, once: Floats, more: Floats, node: NamedNode, option: OpSharding) -> None:
+    def _sent_inside(self, once: Floats, more: Floats, node: NamedNode, option: OpSharding, work: OpWork) -> None:
         """Add the messages inside an op, and those of its recomputation."""
         split = lowered_context(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
         for message in split.messages() if split is not None else ():
-            name = node.operands[0]
-            assert name is not None, node.name
-            one = InsertedReshard(name, node.name, message.reshard, message.itemsize, message.differentiable)
-            forward = tuple(self.setting.prices.reshard(one, "forward"))
-            backward = tuple(self.setting.prices.reshard(one, "backward") if self.setting.trains else ())
+            one = InsertedReshard.of_message(node, message)
+            forward = tuple(self.setting.prices.message(one, "forward", work))
+            backward = tuple(self.setting.prices.message(one, "backward", work) if self.setting.trains else ())
             for sums, tasks in ((once, (*forward, *backward)), (more, forward)):
                 for task in tasks:
                     sums[Sum.DEVICE] += task.seconds

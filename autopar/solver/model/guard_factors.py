@@ -95,10 +95,9 @@ class _Contracts:
     # -- ops
 
     def _inside(self, node: NamedNode) -> None:
-        """Yield the collectives inside an op, under the name of its first operand."""
-        name = node.operands[0] if node.operands else None
-        broken = () if name is None else self._broken(self.graph.tensors[name])
-        if not broken and not self.halos:
+        """Yield the collectives inside an op, under the name of the operand that is sent."""
+        broken = [() if name is None else self._broken(self.graph.tensors[name]) for name in node.operands]
+        if not any(broken) and not self.halos:
             return
         place = self.model.place["op", node.name]
         counts = np.zeros(len(self.model.variables[place].states))
@@ -110,7 +109,7 @@ class _Contracts:
                 there, back = message.reshard.forward, message.reshard.backward if message.differentiable else ()
                 for way, steps in (("forward", there), ("backward", back)):
                     sent = [(step.kind.value, frozenset(step.axes)) for step in steps if not step.local]
-                    counts[i] += _count(broken, way, sent)
+                    counts[i] += _count(broken[message.operand], way, sent)
             counts[i] += sum(exceeds_halo(limit, split) for limit in self.halos)
         if counts.any():
             self._add(place, counts)
