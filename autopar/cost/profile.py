@@ -23,6 +23,7 @@ from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.network import Network
 from autopar.cost.overlap import OverlapCost
 from autopar.cost.reshard_costs import ReshardCosts
+from autopar.cost.ring_overlap import ring_traffic
 from autopar.ir.analysis.float8_linears import in_float8
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import OWN, Precision
@@ -176,30 +177,12 @@ class TaskBuilder:
         if not one.beside:
             yield from self.reshard(one, way, direction)
             return
-        steps = one.reshard.forward if way == "forward" else one.reshard.backward if one.differentiable else ()
-        for step in steps:
-            hops = len(one.beside) - 1
-            own = work.forward if way == "forward" else work.backward
-            size = float(one.bytes_of(step))
-            host = self.reshard_costs.network.cluster.library.host_seconds.get("send", self.launch)
-            seconds = self._exposed(step.axes, size / hops, [share * own.seconds for share in one.beside], way)
-            shown: Direction = direction or ("forward" if way == "forward" else "backward")
-            launches = hops if way == "forward" else 2 * hops
-            yield Task(one.tensor, step.kind.value, shown, seconds, step.axes, size, host_seconds=launches * host)
-
-    def _exposed(self, axes: tuple[str, ...], size: float, beside: Sequence[float], way: str) -> float:
-        """Return the time of hops of a size that work on the keys of the ranks in turn does not hide."""
-        network, overlap = self.reshard_costs.network, OverlapCost.of(self.cluster)
-        count = len(beside)
-        if way == "forward":
-            hop = network.seconds("send", axes, size)
-            return sum(overlap.seconds(hop, seconds) for seconds in beside[:-1])
-        # Half of the messages are keys, and half gradients of the keys that were worked on last; the own ones stay.
-        hop, total = network.seconds("send", axes, size / 2), 0.0
-        for number, seconds in enumerate(beside):
-            sent = hop * ((number + 1 < count) + (number > 1))
-            total += overlap.seconds(sent, seconds)
-        return total + hop
+        shown: Direction = direction or ("forward" if way == "forward" else "backward")
+        own = work.forward if way == "forward" else work.backward
+        for sent in ring_traffic(one, way, own.seconds, self.reshard_costs, OverlapCost.of(self.cluster)):
+            yield Task(
+                one.tensor, sent.kind, shown, sent.seconds, sent.axes, sent.bytes, host_seconds=sent.host_seconds
+            )
 
     def share(self, tensor: str) -> float:
         """Return a tensor's share of a collective that adds up several small tensors; 1 for all others."""

@@ -18,6 +18,7 @@ import torch
 
 from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
 from autopar.cost.compute.rates import peak_of
+from autopar.cost.compute.ring_work import ring_extra
 from autopar.cost.compute.unmasked_scores import unmasked_share
 from autopar.cost.hardware.cluster import Device
 from autopar.ir.analysis.contractions import (
@@ -34,17 +35,13 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import OWN, Precision
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
-from autopar.rules.shard_call.key_blocks import HopWork
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.choices import Choice, Site
-from autopar.sharding.lowered_ops.ring_attention import ring_works
 from autopar.sharding.pipelining import PRODUCTS
 from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_excess
 
 # Backward over forward FLOPs of fused attention: five products, one of which recomputes the scores, over two.
 BACKWARD_PRODUCTS = 2.5
-# Bytes to merge one element of a result in float32: it is read and written, and that of the next keys is read.
-MERGED_BYTES = 4 + 4 + 2
 # Kernels that cast one operand to float8: its largest number, the scale, the scaled tensor, the cast, the layout.
 FLOAT8_LAUNCHES = 10
 
@@ -357,12 +354,9 @@ class _OpTimer:
         share = unmasked_share(self.node, sizes)
         flops = 2.0 * rows * keys * width * share
         moved = sum(map(self._operand_bytes, range(len(self.node.operands)))) + self._output_bytes(0)
-        ring, merged = self._ring(), 0.0
-        if ring:
-            # The rows are read for each block of keys, and their results are merged.
-            passes = sum(work.rows for work in ring) / max(ring[0].rows, 1) - 1
-            merged = self._output_bytes(0) / self._dtype(0).itemsize * MERGED_BYTES * passes
-            moved += sum(map(self._operand_bytes, (1, 2))) * (len(ring) - 1)
+        ring = ring_extra(self.node, self.op_assignment.choice, self.axes)
+        moved += sum(map(self._operand_bytes, (1, 2))) * ring.more_blocks
+        merged = seconds_of_bytes(self._output_bytes(0) / self._dtype(0).itemsize * ring.merged_bytes, self.device)
         rates = self.device.attention
         peak = peak_of(self.device, self._dtype(0))
         # The only wave of a small op leaves processors idle; from the second wave on all are busy.
@@ -377,19 +371,10 @@ class _OpTimer:
             rate = peak * reached * self.device.sustained_fraction * busy
             size = moved * times
             seconds = max(times * flops / rate, seconds_of_bytes(size, self.device))
-            launches = sum(work.calls for work in ring) or 1
-            if ring:
-                # Merges are kernels of their own; each call lasts a launch at least.
-                seconds = max(seconds, launches * self.device.launch_seconds) + seconds_of_bytes(merged, self.device)
-            works.append(DirectionWork(times * flops, size, seconds, times * flops / peak, launches))
+            # A call of the kernel lasts a launch at least; merges are kernels of their own.
+            seconds = max(seconds, ring.calls * self.device.launch_seconds) + merged
+            works.append(DirectionWork(times * flops, size, seconds, times * flops / peak, ring.calls))
         return OpWork(works[0], works[1] if self._trained() else NO_WORK)
-
-    def _ring(self) -> tuple[HopWork, ...]:
-        """Return the work on the keys of each rank in turn, where the axes of the rows split the keys too."""
-        choice = self.op_assignment.choice
-        if not any(site[0] == "t" for site, _ in choice.splits):
-            return ()
-        return ring_works(self.node, choice.splits, self.axes)
 
     def _recurrent(self) -> tuple[DirectionWork, DirectionWork]:
         """Return the work of the weight matrices: once for each token, and twice in the backward."""
