@@ -29,9 +29,10 @@ from autopar.errors import ClusterError
 from autopar.mesh import SubMesh
 from autopar.names import did_you_mean
 from autopar.sharding.level_sums import LevelSum
-from autopar.sharding.reshard.step_graph import StepKind
 
 # Collectives of messages between pairs of ranks, each with data of its own.
+# `StepKind.RING_PASS`, whose module loads torch.
+RING_PASS = "ring_pass"
 PAIRWISE = ("all_to_all", "gather", "scatter", "send", "halo_exchange")
 # Steps of a reshard that send nothing.
 LOCAL = ("slice", "keep_one", "pad")
@@ -158,7 +159,7 @@ class Network:
 
     def library_seconds(self, kind: str, axes: tuple[str, ...], buffer_bytes: float) -> float:
         """Return the time of one collective of the library; passing keys takes a send for each rank but one."""
-        if kind == StepKind.RING_PASS.value:
+        if kind == RING_PASS:
             hops = prod(self.axes[axis] for axis in axes) - 1
             return hops * self.library_seconds("send", axes, buffer_bytes / max(hops, 1))
         key = (kind, axes, buffer_bytes)
