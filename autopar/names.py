@@ -21,7 +21,7 @@ RESERVED = frozenset(
         *("strategy", "mesh", "let", "op", "same", "over"),
         *("param", "use", "grad", "opt", "act", "input", "output", "buffer"),
         *("none", "pad", "partial", "broadcast"),
-        *("keep", "regather", "recompute", "selective", "full"),
+        *("keep", "regather", "recompute", "selective", "full", "offload"),
         *("forbid", "warn", "limit", "memory", "halo"),
     }
 )

@@ -32,7 +32,7 @@ from autopar.lowering.modules.bucket import ParameterHandling
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import choose_layout
-from autopar.sharding.options import Recompute
+from autopar.sharding.layout.syntax import Recompute
 from autopar.sharding.sharding import atoms_of
 from autopar.sharding.time_slice import propagate_plan
 from autopar.submesh import SubMesh

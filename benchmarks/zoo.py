@@ -30,7 +30,7 @@ from autopar.mesh import Mesh
 from autopar.runtime.module import ParallelModule
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import choose_layout
-from autopar.sharding.options import Recompute
+from autopar.sharding.layout.syntax import Recompute
 from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import inserted_reshards
 from benchmarks.architectures import STANDARD

@@ -1,6 +1,7 @@
 """Price of a plan: `evaluate(graph, plan, cluster)` returns time and memory of one step.
 
-    step = compute + communication of values + exposed communication of parameters + waiting + meetings
+    step = compute + communication of values + exposed communication of parameters + copies + waiting + meetings
+    copies = max(0, copies to the host - forward compute) + max(0, copies back - backward compute), of offloaded layers
     exposed = max(0, gathers - η forward compute) + max(0, reductions - η backward compute) + κ overlapped
 
 An op waits for the values that are sent to it. Parameters are gathered ahead of their use and their gradients are
@@ -15,6 +16,7 @@ the time of their meetings (`autopar/cost/gradient_sync.py`).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +27,13 @@ import torch
 from autopar.cost.compute.rates import peak_of
 from autopar.cost.gradient_sync import MeetingCosts, late_seconds, meeting_costs
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.host_copies import exposed_copies_seconds
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.overlap import ChunkTraffic, OverlapCost
 from autopar.cost.pipeline import PartTimes, PricedStage, pipelined
 from autopar.cost.profile import Profile, Task, profile, profile_parts
-from autopar.cost.unequal_devices import RankKind, devices_of, rank_kinds, replica_clusters
+from autopar.cost.unequal_devices import KindCosts, RankKind, devices_of, rank_kinds, replica_clusters
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
@@ -70,16 +73,6 @@ class CommunicationCosts:
 
 
 @dataclass(frozen=True)
-class KindCosts:
-    """Time and memory of ranks with equal devices and equal shares of the samples."""
-
-    kind: RankKind
-    step_seconds: float
-    compute_seconds: float
-    peak_bytes: float
-
-
-@dataclass(frozen=True)
 class Costs:
     """Time and memory of one step of a plan: all micro-batches and the optimizer."""
 
@@ -97,6 +90,10 @@ class Costs:
     mfu: float
     # Time that devices wait for their host to launch kernels.
     waiting_seconds: float = 0.0
+    # Copies of saved tensors to the host and back that do not run beside the compute.
+    copies_seconds: float = 0.0
+    # Share of the host's memory that one device has.
+    host_limit_bytes: float = math.inf
     # Time that the busiest stage of a pipeline waits for others.
     bubble_seconds: float = 0.0
     # Of a pipeline; the other times are those of the busiest stage, the memory that of the fullest.
@@ -120,6 +117,11 @@ class Costs:
     def limited_bytes(self) -> float:
         """Return the peak to compare with the limit of the cluster's device: more than its own on a smaller device."""
         return self.memory.peak_bytes / self.memory_fraction
+
+    @property
+    def fits_host(self) -> bool:
+        """Return whether the memory of the host holds what leaves the device."""
+        return self.memory.host_bytes <= self.host_limit_bytes
 
     def seconds_of(self, of: str) -> float:
         """Return the time of all collectives of `values` or of `parameters`."""
@@ -267,6 +269,8 @@ def _costs(
         count * sum(task.flops for one in found for task in one),
         flops / (step * peak) if step else 0.0,
         sums.waiting_seconds,
+        sums.copies_seconds,
+        host_limit_bytes=cluster.device.host_memory_bytes or math.inf,
         memory_fraction=memory_fraction,
     )
 
@@ -324,10 +328,12 @@ class _StepSums:
     values_seconds: float
     exposed_seconds: float
     waiting_seconds: float
+    copies_seconds: float
 
     @property
     def seconds(self) -> float:
-        return self.compute.seconds + self.values_seconds + self.exposed_seconds + self.waiting_seconds
+        sent = self.values_seconds + self.exposed_seconds
+        return self.compute.seconds + sent + self.waiting_seconds + self.copies_seconds
 
     def faster(self, alike_seconds: float, busy_seconds: float) -> _StepSums:
         """Return the times of a stage with cores of others; without them its forwards and backwards take alike."""
@@ -342,6 +348,7 @@ class _StepSums:
             share * self.values_seconds,
             self.exposed_seconds,
             share * self.waiting_seconds,
+            share * self.copies_seconds,
         )
 
 
@@ -367,14 +374,15 @@ def _sums(
         count * sum(task.seconds for task in values if task.direction != "recompute"),
         sum(exposed_seconds(one, lowered, cluster, once_seconds is None) for one in every) + (once_seconds or 0.0),
         count * sum(map(waiting_seconds, every)),
+        count * sum(sum(exposed_copies_seconds(one.copies)) for one in every),
     )
 
 
 def part_times(found: Profile, lowered: LoweredStep, cluster: Cluster) -> PartTimes:
     """Return the times of one part of a pipeline."""
     overlap, each, once, rooms = OverlapCost.of(cluster), [], [], []
-    for tasks in (found.forward, found.backward):
-        alone = sum(task.seconds for task in tasks if not task.overlapped and not task.once)
+    for tasks, copied in zip((found.forward, found.backward), exposed_copies_seconds(found.copies), strict=True):
+        alone = copied + sum(task.seconds for task in tasks if not task.overlapped and not task.once)
         room = sum(task.seconds for task in tasks if task.kind == "compute" and not task.once)
         beside = sum(task.seconds for task in tasks if task.overlapped and not task.once)
         each.append(alone + overlap.seconds(beside, room))
@@ -384,18 +392,12 @@ def part_times(found: Profile, lowered: LoweredStep, cluster: Cluster) -> PartTi
     share = 1.0 + waiting_seconds(found) / (sum(each) or 1.0)
     late = sum(task.seconds for task in found.backward if task.is_late)
     optimizer = sum(task.seconds for task in found.optimizer)
-    is_early = _reduces_early(lowered)
+    is_early = lowered.reduces_early
     last = sum(task.seconds for task in found.backward if task.once and (task.is_tied or not task.overlapped))
     last = last if is_early else once[1]
     late_room = min(rooms[1], overlap.overlap_fraction * late)
     traffic = ChunkTraffic(once[0], once[1] - last, rooms[0], rooms[1], late_room)
     return PartTimes(share * each[0], share * each[1], share * late, traffic, last, optimizer)
-
-
-def _reduces_early(lowered: LoweredStep) -> bool:
-    """Return whether gradients that are sent once in a call are sent before the backward of the module."""
-    is_half = any(tensor.dtype == torch.float16 for tensor in lowered.graph.parameters)
-    return not is_half and lowered.plan.options.outputs not in ("local", "local_sum")
 
 
 def exposed_seconds(found: Profile, lowered: LoweredStep, cluster: Cluster, with_once: bool = True) -> float:
@@ -411,7 +413,7 @@ def exposed_seconds(found: Profile, lowered: LoweredStep, cluster: Cluster, with
             continue
         # Communication of the whole step overlaps with the compute of one micro-batch only.
         total += (micro_batches - 1) * overlap.seconds(each, room)
-        if lowered.call is not None and tasks is found.backward and not _reduces_early(lowered):
+        if lowered.call is not None and tasks is found.backward and not lowered.reduces_early:
             total += overlap.seconds(each, room) + once
         else:
             total += overlap.seconds(each + once, room)
@@ -421,7 +423,7 @@ def exposed_seconds(found: Profile, lowered: LoweredStep, cluster: Cluster, with
 def waiting_seconds(found: Profile) -> float:
     """Return how long the device waits for kernel launches in one micro-batch."""
     tasks = [task for task in (*found.forward, *found.backward) if not task.once]
-    host = sum(task.host_seconds for task in tasks)
+    host = sum(task.host_seconds for task in tasks) + 2 * sum(one.host_seconds for one in found.copies)
     return max(0.0, host - sum(task.seconds for task in tasks if not task.overlapped))
 
 

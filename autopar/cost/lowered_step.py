@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from autopar.cost.compute.op_time import local_bytes
 from autopar.ir.analysis.float8_linears import in_float8
+from autopar.ir.analysis.saved_values import SavedValues
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket, buckets_of
-from autopar.sharding.options import Recompute, sum_dtype
+from autopar.sharding.layout.syntax import Recompute
+from autopar.sharding.offload import moved_inputs, offloaded
+from autopar.sharding.options import sum_dtype
 from autopar.sharding.pipelining import late_weights
 from autopar.sharding.recompute import RecomputeRegion, layered, reading, recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan, insert_reshards
@@ -172,7 +177,8 @@ class LoweredStep:
         """Return the step as a stage of a pipeline sees it."""
         found = replace(self, stage=stage)
         in_parts = "tasks", "parts_of", "crossing", "stage_with", "tied", "late_weights"
-        for name in ("reshard_plan", "buckets", "layers", "recomputed", "reading", "schedule", *in_parts):
+        saved = "layers", "recomputed", "reading", "offloaded", "moved_inputs", "saved_roots"
+        for name in ("reshard_plan", "buckets", "schedule", *saved, *in_parts):
             found.__dict__[name] = getattr(self, name)
         return found
 
@@ -239,6 +245,31 @@ class LoweredStep:
     def recomputed(self) -> frozenset[str]:
         """Return the ops that the backward recomputes."""
         return recomputed_ops(self.graph, self._regions)
+
+    @property
+    def reduces_early(self) -> bool:
+        """Return whether gradients that are sent once in a call are sent before the backward of the module."""
+        is_half = any(tensor.dtype == torch.float16 for tensor in self.graph.parameters)
+        return not is_half and self.plan.options.outputs not in ("local", "local_sum")
+
+    @cached_property
+    def offloaded(self) -> Mapping[str, int]:
+        """Return the number of the layer of each op whose saved tensors go to the host."""
+        return offloaded(self._regions) if self.graph.exported.grad_enabled else {}
+
+    @cached_property
+    def moved_inputs(self) -> Mapping[int, frozenset[str]]:
+        """Return the values from outside that each offloaded layer may move."""
+        return moved_inputs(self.graph, self._regions, self._saved)
+
+    @cached_property
+    def saved_roots(self) -> Mapping[str, str]:
+        """Return the value whose storage each value shares."""
+        return self._saved.roots
+
+    @cached_property
+    def _saved(self) -> SavedValues:
+        return SavedValues.of(self.graph)
 
     @cached_property
     def tasks(self) -> StageOrders:

@@ -19,6 +19,7 @@ import torch
 from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, fused, local_bytes, op_work, seconds_of_bytes
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.host_copies import LayerCopies, copies_by_op, layer_copies
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.network import Network
 from autopar.cost.overlap import OverlapCost
@@ -221,6 +222,8 @@ class Profile:
     optimizer: tuple[Task, ...]
     # FLOPs of the whole model for one micro-batch, without recomputed ops.
     model_flops: float
+    # Of each offloaded layer, in the order of the forward.
+    copies: tuple[LayerCopies, ...] = ()
 
     def __iter__(self) -> Iterator[Task]:
         yield from (*self.forward, *self.backward, *self.optimizer)
@@ -276,10 +279,8 @@ class _Profiler:
         before = [task for one in inputs for task in self.tasks.reshard(one, "forward")]
         after = [task for one in outputs for task in self.tasks.reshard(one, "forward")]
         first = [task for one in outputs for task in self.tasks.reshard(one, "backward")]
-        parameters = self.graph.parameters
-        return Profile(
-            (*before, *forward, *after), (*first, *backward), self._optimizer(parameters), self._model_flops()
-        )
+        optimizer, copies = self._optimizer(self.graph.parameters), self._copies(self.graph.nodes)
+        return Profile((*before, *forward, *after), (*first, *backward), optimizer, self._model_flops(), copies)
 
     def parts(self, pipelining: Pipelining) -> tuple[Profile, ...]:
         """Return the profile of each part of a pipeline."""
@@ -295,7 +296,8 @@ class _Profiler:
             held = ((one, pipelining.held[one.name]) for one in self.graph.parameters)
             parameters = [one for one, stage in held if part < stages and stage in (None, part)]
             flops = self._model_flops() if part == 0 else 0.0
-            found.append(Profile(tuple(forward), tuple(backward), self._optimizer(parameters), flops))
+            copies = self._copies(nodes.get(part, []))
+            found.append(Profile(tuple(forward), tuple(backward), self._optimizer(parameters), flops, copies))
         return tuple(found)
 
     def seconds(self) -> dict[str, float]:
@@ -332,6 +334,14 @@ class _Profiler:
             inside = layer
             backward += self._backward(node, works[node.name])
         return forward, backward
+
+    @cached_property
+    def _moved(self) -> Mapping[str, tuple[int, float]]:
+        return copies_by_op(self.step) if self.step.offloaded else {}
+
+    def _copies(self, nodes: Sequence[NamedNode]) -> tuple[LayerCopies, ...]:
+        """Return the copies of the offloaded layers among some ops."""
+        return layer_copies(self.step.offloaded, nodes, self._works, self._moved, self.cluster, self.tasks.launch)
 
     # -- ops
 

@@ -17,13 +17,14 @@ from autopar.cost.evaluate import on_slowest, priced_parts
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.pipeline import parts_by_stage, step_times
-from autopar.cost.profile import Profile, Task, profile
+from autopar.cost.profile import Direction, Profile, Task, profile
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.schedules import BackwardHalf
 
 STREAMS = ("compute", "communication of values", "communication of parameters")
+COPIES = "copies to and from the host"
 
 
 @dataclass(frozen=True)
@@ -130,36 +131,55 @@ def _beside(stage: int) -> str:
 
 
 def timeline_of(found: Profile, micro_batches: int) -> Timeline:
-    clock = _Clock()
+    clock = _Clock(found)
     for micro_batch in range(micro_batches):
         last = micro_batch == micro_batches - 1
-        clock.forward([task for task in found.forward if not task.once or micro_batch == 0], micro_batch)
-        clock.backward([task for task in found.backward if not task.once or last], micro_batch)
+        clock.forward(found.forward, micro_batch, with_once=micro_batch == 0)
+        clock.backward(found.backward, micro_batch, with_once=last)
     clock.finish(found.optimizer, micro_batches - 1)
-    return Timeline(tuple(clock.events))
+    return Timeline(tuple(clock.events), (*STREAMS, COPIES) if found.copies else STREAMS)
 
 
 class _Clock:
-    """Clock of the simulated step: the end of the ops so far, and of the parameter communication so far."""
+    """Clock of the simulated step: the end of the ops so far, of parameter communication and of copies to the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, found: Profile) -> None:
         self.events: list[Event] = []
         self.now = 0.0
         self.sent = 0.0
+        self.copied = 0.0
+        self.copies = found.copies
+        layers = {op: number for number, one in enumerate(found.copies) for op in one.ops}
+        # By the place of a task: the offloaded layer that ends with it, or whose backward begins with it.
+        places = [(place, layers[task.name]) for place, task in enumerate(found.forward) if task.name in layers]
+        self.ends = {place: number for number, place in {number: place for place, number in places}.items()}
+        places = [(place, layers[task.name]) for place, task in enumerate(found.backward) if task.name in layers]
+        self.begins = {place: number for number, place in {number: place for place, number in reversed(places)}.items()}
+        # Ends of the copies of each layer, in the current micro-batch.
+        self.gone: dict[int, float] = {}
+        self.back: dict[int, float] = {}
 
-    def forward(self, tasks: Sequence[Task], micro_batch: int) -> None:
+    def forward(self, tasks: Sequence[Task], micro_batch: int, with_once: bool) -> None:
         # A gather may begin when the op begins that uses the bucket before.
         ahead = self.now
-        for task in tasks:
+        for place, task in enumerate(tasks):
+            if task.once and not with_once:
+                continue
             if not task.overlapped:
                 self._run(task, micro_batch)
+                if place in self.ends:
+                    self._leave(self.ends[place], micro_batch)
                 continue
             arrived = self._send(task, ahead, micro_batch)
             ahead = self.now
             self.now = max(self.now, arrived)
 
-    def backward(self, tasks: Sequence[Task], micro_batch: int) -> None:
-        for task in tasks:
+    def backward(self, tasks: Sequence[Task], micro_batch: int, with_once: bool) -> None:
+        for place, task in enumerate(tasks):
+            if task.once and not with_once:
+                continue
+            if place in self.begins:
+                self._bring_back(self.begins[place], micro_batch)
             if task.overlapped:
                 arrived = self._send(task, self.now, micro_batch)
                 # An op waits for the regather of its parameters, but not for the reduction of gradients.
@@ -167,6 +187,26 @@ class _Clock:
                     self.now = max(self.now, arrived)
             else:
                 self._run(task, micro_batch)
+
+    def _leave(self, layer: int, micro_batch: int) -> None:
+        """Copy the tensors of a layer to the host; the device waits for those of the layer before."""
+        self.gone[layer] = self._copy(layer, "forward", micro_batch)
+        self.now = max(self.now, self.gone.get(layer - 1, 0.0))
+        self.back = {len(self.copies) - 1: 0.0}  # the last layer never leaves
+
+    def _bring_back(self, layer: int, micro_batch: int) -> None:
+        """Wait for the tensors of a layer, and copy those of the layer before."""
+        for one in (layer, layer - 1):
+            if one >= 0 and one not in self.back:
+                self.back[one] = self._copy(one, "backward", micro_batch)
+        self.now = max(self.now, self.back[layer])
+
+    def _copy(self, layer: int, direction: Direction, micro_batch: int) -> float:
+        one, start = self.copies[layer], max(self.now, self.copied)
+        task = Task(f"offloaded layer {layer}", "host_copy", direction, one.seconds, bytes=one.bytes)
+        self.events.append(Event(task, COPIES, start, micro_batch))
+        self.copied = start + one.seconds
+        return self.copied
 
     def finish(self, tasks: Iterable[Task], micro_batch: int) -> None:
         self.now = max(self.now, self.sent)

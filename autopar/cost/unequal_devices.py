@@ -61,6 +61,16 @@ class RankKind:
         return replace(cluster.with_device(self.device), level=self.level)
 
 
+@dataclass(frozen=True)
+class KindCosts:
+    """Time and memory of ranks with equal devices and equal shares of the samples."""
+
+    kind: RankKind
+    step_seconds: float
+    compute_seconds: float
+    peak_bytes: float
+
+
 def devices_of(cluster: Cluster, mesh: SubMesh, links: Mapping[str, str]) -> tuple[tuple[str, Device], ...]:
     """Return part and device of each rank of a mesh, row-major."""
     plain = ("", cluster.device)

@@ -41,7 +41,7 @@ from autopar.lowering.passes.micro_batches import (
 from autopar.lowering.passes.pipeline_parts import OP, VALUE, StageCut
 from autopar.lowering.passes.random_ops import RandomOps
 from autopar.lowering.passes.rank_check import put_gate
-from autopar.lowering.passes.recompute_regions import KEPT, REGION, with_regions
+from autopar.lowering.passes.recompute_regions import KEPT, REGION, mark_movable, with_regions
 from autopar.lowering.passes.routed_rows import RoutedRows
 from autopar.lowering.verify import verify_emitted
 from autopar.lowering.verify_shapes import SHARD
@@ -52,8 +52,9 @@ from autopar.rules.shard_call.dispatch import localiser
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, amounts
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import Choice
+from autopar.sharding.layout.syntax import Recompute
 from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
-from autopar.sharding.options import Outputs, Recompute
+from autopar.sharding.options import Outputs
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, insert_reshards
 from autopar.sharding.sharding import MICRO, Sharding, atoms_of, piece
@@ -138,8 +139,8 @@ class _Emitter:
         # A result without a place is no tensor, or one that nobody asked for.
         plain = (None if isinstance(result, Node) else result for result in results)
         found = (None if place is None else self._value(*place) for place in self.reshard_plan.results)
-        pairs = zip(plain, found, strict=True)
-        self.out.output(tuple(result if value is None else value for result, value in pairs))
+        self.out.output(tuple(result if value is None else value for result, value in zip(plain, found, strict=True)))
+        mark_movable(self.graph, self.regions, self.held)
         if MICRO in self.axes:
             regathered = frozenset(name for name, tensor in self.by_node.items() if self.parameters.of(tensor).again)
             stages = StageCut.of(self.assignment, self.groups, self.graph, self.by_node)

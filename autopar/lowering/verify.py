@@ -19,6 +19,7 @@ from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import BucketState
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
+from autopar.lowering.modules.host_copies import OffloadedOps
 from autopar.lowering.modules.micro_loop import MicroBatchLoop
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.modules.selective_recompute import SelectiveRecompute
@@ -101,7 +102,7 @@ def _bodies(module: GraphModule, node: Node) -> tuple[GraphModule, ...]:
     called = _named(module, str(node.target)) if node.op in ("call_module", "get_attr") else None
     if isinstance(called, PipelineLoop):
         return tuple(part.body for part in called.parts.values())
-    body = called.body if isinstance(called, SelectiveRecompute | MicroBatchLoop) else called
+    body = called.body if isinstance(called, SelectiveRecompute | OffloadedOps | MicroBatchLoop) else called
     return (body,) if isinstance(body, GraphModule) else ()
 
 

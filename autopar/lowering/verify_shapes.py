@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart
+from autopar.lowering.modules.host_copies import OffloadedOps
 from autopar.lowering.modules.late_weights import LateProduct
 from autopar.lowering.modules.micro_loop import MicroBatchLoop, MicroBatchSlice, MicroBatchZeros
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
@@ -140,7 +141,7 @@ class _ShapeRun:
                 found = self._reshards(node, bucket.state.bucket.conversions, stored)
                 for place, value in zip(bucket.places, found, strict=True):
                     given[place] = value
-        if isinstance(module, SelectiveRecompute):
+        if isinstance(module, SelectiveRecompute | OffloadedOps):
             return self.graph_of(module.body, given)
         if isinstance(module, MicroBatchLoop):
             parts = self.graph_of(module.body, [0, *given])

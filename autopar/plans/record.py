@@ -86,7 +86,7 @@ class PlanRecord:
 
     @property
     def fits(self) -> bool:
-        return self.costs.limited_bytes <= self.limit_bytes
+        return self.costs.limited_bytes <= self.limit_bytes and self.costs.fits_host
 
     @property
     def gap(self) -> float | None:

@@ -9,8 +9,8 @@ from functools import cached_property
 from autopar.mesh import SubMesh
 from autopar.sharding.choices import Choice
 from autopar.sharding.layout.parameter_storage import GatherPolicy
-from autopar.sharding.layout.syntax import MicroBatches, PartPin
-from autopar.sharding.options import Recompute, TrainingOptions
+from autopar.sharding.layout.syntax import MicroBatches, PartPin, Recompute
+from autopar.sharding.options import TrainingOptions
 from autopar.sharding.replicas import Drift
 from autopar.sharding.schedules import Schedule
 from autopar.sharding.sharding import Sharding

@@ -22,9 +22,8 @@ from autopar.sharding.layout.matching import StatementIndex
 from autopar.sharding.layout.parameter_storage import GatherPolicy, gather_policy_of, recompute_of, stored_splits
 from autopar.sharding.layout.resolve import PinnedStates, SplitRequest, check_states, resolve, states_of
 from autopar.sharding.layout.source import layout_error
-from autopar.sharding.layout.syntax import Axes, Block, OpPin
+from autopar.sharding.layout.syntax import Axes, Block, OpPin, Recompute
 from autopar.sharding.op_pins import kinds_of, pin_of, with_constraints, words_of
-from autopar.sharding.options import Recompute
 from autopar.sharding.sharding import MICRO, Sharding, atoms_of
 
 # Every tensor is resolved under every combination of picks, so their number bounds the time to build a model.

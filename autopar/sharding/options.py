@@ -33,10 +33,6 @@ class TrainingOptions:
 Outputs = Literal["sharded", "full", "local", "local_sum", "loss"]
 
 
-# Ops of a repeated layer that the backward recomputes: none, the cheap ones, or all.
-Recompute = Literal["none", "selective", "full"]
-
-
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of this dtype add up over the micro-batches of a call."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -3,7 +3,8 @@
 `full`: all ops of a layer. `selective`: those that are cheap beside the memory of their results. Expensive are products
 with a parameter, fused attention, recurrences, and ops from other libraries, whose cost is unknown: their results are
 saved. A product of two values is attention that is written out. Its scores take more memory than all else and little
-time (Korthikanti et al., 2022), so it is recomputed, like all ops bound by memory traffic.
+time (Korthikanti et al., 2022), so it is recomputed, like all ops bound by memory traffic. `offload`: no op, as saved
+tensors go to the host (`autopar/sharding/offload.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from autopar.ir.analysis.contractions import ATTENTIONS, RECURRENT, multiplied
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
-from autopar.sharding.options import Recompute
+from autopar.sharding.layout.syntax import Recompute
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _joined(regions: Iterable[RecomputeRegion], own: RecomputeRegion) -> list[Re
 
 def recomputed_ops(graph: NamedGraph, regions: Iterable[RecomputeRegion]) -> frozenset[str]:
     """Return the ops of regions that are recomputed: all, or those that are cheap."""
-    regions = tuple(regions)
+    regions = tuple(region for region in regions if region.mode != "offload")
     if not any(region.mode == "selective" for region in regions):
         return frozenset(op for region in regions for op in region.ops)
     # Parameters, and tensors made of nothing else: a product with a cast or transposed parameter is as expensive.

@@ -14,8 +14,9 @@ from autopar.ir.invariants import Invariant, check_invariants
 from autopar.ir.values import NamedTensor
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import can_split, shardings_of
+from autopar.sharding.layout.syntax import Recompute
 from autopar.sharding.lowered_ops.ring_attention import rows_beside
-from autopar.sharding.options import Outputs, Recompute
+from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
 from autopar.sharding.sharding import MICRO, Sharding, atoms_of, without_time

@@ -24,8 +24,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.short_graph import ShortGraph
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Pipelining, StepPlan
-from autopar.sharding.layout.syntax import MicroBatches, PipelineStatement
-from autopar.sharding.options import Recompute
+from autopar.sharding.layout.syntax import MicroBatches, PipelineStatement, Recompute
 from autopar.sharding.schedules import orders
 from autopar.sharding.stage_cuts import StageCuts, paths_of
 from autopar.sharding.time_slice import slice_in_time, time_assignment
@@ -72,9 +71,7 @@ class ModelCosts:
     def column(self, name: str) -> Floats:
         """Return a number of each segment of the whole model, a row for each recompute mode."""
         if name not in self._columns:
-            own = np.array(
-                [[_number(one, name) for one in self.by_mode[mode]] for mode in STATES if mode in self.by_mode]
-            )
+            own = np.array([[_number(one, name) for one in costs] for costs in self.by_mode.values()])
             found = own[:, list(self.sequence)]
             if self.like is not None:
                 # Ranks that split the batch change what is stored and sent, which all modes share.
@@ -144,7 +141,12 @@ def staged(
 
 
 def model_costs(
-    short: ShortGraph, plan: StepPlan, cluster: Cluster, micro: MicroBatches, like: ModelCosts | None = None
+    short: ShortGraph,
+    plan: StepPlan,
+    cluster: Cluster,
+    micro: MicroBatches,
+    modes: Sequence[Recompute] = STATES[:-1],
+    like: ModelCosts | None = None,
 ) -> ModelCosts:
     """Return the costs of all segments under a plan of the short graph, with its layers in each recompute mode.
 
@@ -158,9 +160,9 @@ def model_costs(
     assignment = replace(plan.assignment, pipelining=stages)
     by_mode: dict[Recompute, tuple[SegmentCosts, ...]] = {}
     inputs = 0.0
-    for mode in STATES if like is None else STATES[:1]:
-        modes = {} if mode == "none" else dict.fromkeys(layers_of(short.graph), mode)
-        step = lower_step(short.graph, replace(plan, assignment=replace(assignment, recompute=modes)))
+    for mode in modes if like is None else modes[:1]:
+        recompute = {} if mode == "none" else dict.fromkeys(layers_of(short.graph), mode)
+        step = lower_step(short.graph, replace(plan, assignment=replace(assignment, recompute=recompute)))
         # Memory of one micro-batch alone: those in flight are added for each schedule.
         step.__dict__["tasks"] = orders(len(every), 1, "gpipe")
         inputs = inputs or memory(step.at(0)).inputs_bytes

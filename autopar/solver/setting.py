@@ -11,86 +11,20 @@ from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.profile import TaskBuilder
 from autopar.cost.unequal_devices import priced_kind
+from autopar.ir.analysis.saved_values import SavedValues
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment, Pipelining, StepPlan
 from autopar.sharding.choices import Choice, shardings_of
-from autopar.sharding.layout.syntax import MicroBatches
+from autopar.sharding.layout.syntax import MicroBatches, Recompute
+from autopar.sharding.offload import LEAST_BYTES
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import gathered_where_used
+from autopar.solver.model.recompute_variables import STATES
 
-
-@dataclass(frozen=True)
-class SavedValues:
-    """Saved values, as far as no decision changes them: the ops that save each value. A view saves its root.
-
-    Each value counts where it is produced, or where it is resharded for an op that saves it. The simulation of memory
-    follows every storage; the search corrects the difference by its peak.
-    """
-
-    # Root of each value: the value whose storage it shares.
-    roots: dict[str, str]
-    # Ops that save each root, itself or as a view.
-    keepers: dict[str, tuple[str, ...]]
-    # Op and operand: the resharded operand is saved.
-    operands: frozenset[tuple[str, str]]
-    # Values that their producers save.
-    own: frozenset[str]
-
-    @staticmethod
-    def of(graph: NamedGraph) -> SavedValues:
-        roots = {name: name for name in graph.tensors}
-        for node in graph.nodes:
-            footprint = graph.footprints[node.node]
-            for name, alias in zip(node.outputs, footprint.aliases, strict=False):
-                source = None if alias is None else node.operands[alias]
-                if name is not None and source is not None:
-                    roots[name] = roots[source]
-        keepers: dict[str, tuple[str, ...]] = {}
-        kept: set[str] = set()
-        operands: set[tuple[str, str]] = set()
-        own: set[str] = set()
-        for node in reversed(graph.nodes if graph.exported.grad_enabled else ()):
-            footprint = graph.footprints[node.node]
-            for name, alias in zip(node.outputs, footprint.aliases, strict=False):
-                source = None if alias is None else node.operands[alias]
-                if name in kept and source is not None:
-                    kept.add(source)
-                    operands.add((node.name, source))
-            if not any(name is not None and graph.tensors[name].requires_grad for name in node.outputs):
-                continue
-            for i in footprint.keeps:
-                name = node.operands[i]
-                if name is not None:
-                    kept.add(name)
-                    operands.add((node.name, name))
-            for name in dict.fromkeys(node.operands[i] for i in footprint.keeps):
-                if name is not None:
-                    keepers[roots[name]] = (*keepers.get(roots[name], ()), node.name)
-            for i in footprint.keeps_outputs:
-                name = node.outputs[i]
-                if name is not None:
-                    own.add(name)
-                    keepers[roots[name]] = (*keepers.get(roots[name], ()), node.name)
-        return SavedValues(roots, keepers, frozenset(operands), frozenset(own))
-
-    def is_kept(self, name: str) -> bool:
-        """Return whether the storage of a result is saved."""
-        return self.roots[name] == name and name in self.keepers
-
-    def least_bytes(self, graph: NamedGraph, again: Collection[str]) -> float:
-        """Return the bytes alive where the backward begins whatever is split: trained state and saved values.
-
-        `again` are the recomputed ops.
-        """
-        made = [name for node in graph.nodes if node.name not in again for name in node.outputs if name is not None]
-        held = [name for name in made if self.is_kept(name)] + [tensor.name for tensor in graph.parameters]
-        return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].element_bytes for name in held))
-
-    def only_for(self, op: str, name: str) -> bool:
-        """Return whether a value is saved for this op alone."""
-        return (op, name) in self.operands and len(self.keepers.get(self.roots[name], ())) == 1
+# Offload is left to the search while it takes up to so many times the forward: collectives make that dearer.
+WORTHWHILE = 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +70,8 @@ class PlanningProblem:
     call: MicroBatchedCall | None = None
     # The cluster with all of its parts; that of the choices has the devices of one of them.
     whole_cluster: Cluster | None = None
+    # False where the memory of the host is too small for the layers that a search would offload.
+    may_offload: bool = True
 
     @staticmethod
     def of(
@@ -177,6 +113,35 @@ class PlanningProblem:
             ways = work.forward, work.backward
             found[node.name] = sum(max(way.seconds, way.launches * self.prices.launch) for way in ways)
         return found
+
+    @cached_property
+    def modes(self) -> tuple[Recompute, ...]:
+        """Return the recompute modes that a search chooses from.
+
+        Layers are offloaded only where that may take less time than to recompute them: their copies, but for those
+        beside the compute, against their forward.
+        """
+        rate, outcomes = self.cluster.device.host_bytes_per_second, list[bool]()
+        if rate is None or not self.trains or self.options.compiled or not self.may_offload:
+            return STATES[:-1]
+        for repeat in self.graph.repeats:
+            ops = self.graph.ops_of_layers[repeat.module_paths[0]]
+            copies = self.movable_bytes(ops) / rate
+            seconds = sum(self.whole_seconds[op] for op in ops)
+            # The backward of products takes twice the time of the forward.
+            forward = seconds / 3
+            exposed = max(0.0, copies - forward) + max(0.0, copies - 2 * forward)
+            outcomes.append(copies > 0.0 and exposed < WORTHWHILE * forward)
+        return STATES if any(outcomes) else STATES[:-1]
+
+    def movable_bytes(self, ops: Collection[str]) -> float:
+        """Return the bytes of the tensors that some ops save, where a rank's share of them is worth a copy."""
+        whole = {name: tensor for name, tensor in self.graph.tensors.items() if tensor.kind == "activation"}
+        own = frozenset(ops)
+        saved = [name for name, keepers in self.kept.keepers.items() if name in whole and not own.isdisjoint(keepers)]
+        sizes = [prod(whole[name].shape) * whole[name].element_bytes for name in saved]
+        sizes += [self.graph.footprints[node.node].internal_bytes for node in self.graph.nodes if node.name in own]
+        return float(sum(size for size in sizes if size / self.ranks >= LEAST_BYTES))
 
     @cached_property
     def layer_of(self) -> Mapping[str, str]:

@@ -28,7 +28,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.syntax import MicroBatches
+from autopar.sharding.layout.syntax import MicroBatches, Recompute
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver import Floats
@@ -219,6 +219,17 @@ class ShapeSearch:
             total += self.short.counts.get(path, 1) * sum(setting.whole_seconds[op] for op in ops)
         return total * micro.count / self.devices
 
+    @cached_property
+    def _modes(self) -> tuple[Recompute, ...]:
+        """Return the recompute modes that layers may have."""
+        setting = PlanningProblem.of(self.short.graph, SubMesh({DATA: self.devices}), self.cluster, self.options)
+        limit = self.cluster.device.host_memory_bytes
+        # All micro-batches of a stage may be on its hosts at once.
+        layers = self.short.graph.ops_of_layers
+        moved = sum(self.short.counts.get(path, 1) * setting.movable_bytes(ops) for path, ops in layers.items())
+        exceeds = limit is not None and moved / self.devices > limit
+        return setting.modes[:3] if exceeds else setting.modes
+
     def _likely_seconds(self, shape: Shape, layers: int) -> float:
         """Return the least time that the layers' times on fewer model ranks, of as many rows, leave to a shape."""
         least = 0.0
@@ -281,7 +292,8 @@ class ShapeSearch:
         """Return the costs of the segments under a plan of the short graph, given those on other ranks or none."""
         micro = MicroBatches(shape.count, BATCH) if shape.count > 1 else None
         like = known if known is None or known.like is None else known.like
-        found = model_costs(self.short, on_axes(plan, shape.axes, micro), self.cluster, self._some_micro, like)
+        plan = on_axes(plan, shape.axes, micro)
+        found = model_costs(self.short, plan, self.cluster, self._some_micro, self._modes, like)
         key, seconds = (shape.model, shape.rows), float(found.seconds[0].sum())
         self.layer_seconds[key] = min(self.layer_seconds.get(key, math.inf), seconds)
         return found

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from autopar.cost.pipeline import PartTimes, run_stages
 from autopar.sharding.schedules import Schedule, StageOrders, most_kept, orders
 from autopar.sharding.stage_cuts import balanced
 from autopar.solver import Floats, Ints
-from autopar.solver.model.recompute_variables import STATES
+from autopar.solver.model.recompute_variables import mode_counts
 from autopar.solver.segments import ModelCosts
 
 __all__ = ["SCHEDULES", "ScheduleChoice", "StageDesign", "design_stages", "least_seconds"]
@@ -133,7 +133,7 @@ def _fitting_modes(
     held = (costs.column("stored_bytes") + costs.column("gradient_bytes"))[0]
     for own, flight, most in zip(_runs(starts, stages, len(modes)), flights, limit, strict=True):
         layers, others = own[costs.is_layer[own]], own[~costs.is_layer[own]]
-        ways = _ways(len(layers))
+        ways = _ways(len(layers), len(costs.seconds))
         shares = ways / max(1, len(layers))
         fixed = costs.inputs_bytes + held[own].sum() + flight * saved[0, others].sum()
         most_passing = np.where(ways > 0, passing[:, own].max(axis=1), 0.0).max(axis=1, initial=passing[0, own].max())
@@ -144,17 +144,14 @@ def _fitting_modes(
             return None
         peaks.append(float(sizes[place]))
         # Layers that recompute most come first: their backwards come last, when least is saved.
-        modes[layers] = np.repeat(np.arange(len(STATES))[::-1], ways[place][::-1])
+        modes[layers] = np.repeat(np.arange(len(costs.seconds))[::-1], ways[place][::-1])
     return modes, peaks
 
 
 @cache
-def _ways(count: int) -> Ints:
+def _ways(count: int, modes: int) -> Ints:
     """Return the numbers of layers in each mode, in every way."""
-    every = [
-        (count - some - full, some, full) for some, full in product(range(count + 1), repeat=2) if some + full <= count
-    ]
-    return np.array(every, dtype=np.int64)
+    return np.array(mode_counts(count, modes), dtype=np.int64)
 
 
 def _seconds(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 
 from autopar.cost.evaluate import Costs
 from autopar.cost.lowered_step import lower_step
@@ -18,12 +17,11 @@ from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Pipelining, StepPlan
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.syntax import PipelineStatement
-from autopar.sharding.options import Recompute
+from autopar.sharding.layout.syntax import PipelineStatement, Recompute
 from autopar.sharding.pipelining import check_pipeline, with_stages
 from autopar.sharding.schedules import most_in_flight, orders
 from autopar.sharding.time_slice import time_assignment
-from autopar.solver.model.recompute_variables import STATES, layers_of
+from autopar.solver.model.recompute_variables import layers_of, mode_counts
 from autopar.solver.search.phases import Incumbent
 from autopar.solver.setting import MicroBatchedCall, PlanningProblem
 from autopar.solver.stage_design import SCHEDULES
@@ -166,11 +164,16 @@ def _recompute_by_stage(incumbent: Incumbent, plan: StepPlan) -> None:
     if not setting.trains or not layers:
         return
     own = _layers_by_stage(setting, pipelining, layers)
-    costs = [setting.costs(plan.with_recompute({**fixed, **dict.fromkeys(layers, mode)})) for mode in STATES]
+    states = setting.modes
+    if "offload" in states and not setting.costs(plan.with_recompute(dict.fromkeys(layers, "offload"))).fits_host:
+        states = states[:-1]
+    costs = [setting.costs(plan.with_recompute({**fixed, **dict.fromkeys(layers, mode)})) for mode in states]
     limits = [incumbent.limit] * pipelining.stages
     for _ in range(MOST_ADJUSTMENTS):
         modes = {
-            path: mode for stage, paths in enumerate(own) for path, mode in _modes(costs, stage, paths, limits[stage])
+            path: mode
+            for stage, paths in enumerate(own)
+            for path, mode in _modes(costs, states, stage, paths, limits[stage])
         }
         kept = {path: mode for path, mode in modes.items() if mode != "none"}
         found = incumbent.offer(incumbent.origin, plan.with_recompute({**fixed, **kept}))
@@ -190,7 +193,9 @@ def _layers_by_stage(setting: PlanningProblem, pipelining: Pipelining, layers: S
     return found
 
 
-def _modes(costs: Sequence[Costs], stage: int, layers: Sequence[str], limit: float) -> Iterator[tuple[str, Recompute]]:
+def _modes(
+    costs: Sequence[Costs], states: Sequence[Recompute], stage: int, layers: Sequence[str], limit: float
+) -> Iterator[tuple[str, Recompute]]:
     """Yield the mode of each layer of a stage: the fastest that fit, by the costs with all layers in one mode."""
     seconds = [one.stages[stage].busy_seconds for one in costs]
     peaks = [one.stages[stage].memory.peak_bytes for one in costs]
@@ -199,12 +204,9 @@ def _modes(costs: Sequence[Costs], stage: int, layers: Sequence[str], limit: flo
     def mean(values: Sequence[float], counts: Sequence[int]) -> float:
         return sum(value * each for value, each in zip(values, counts, strict=True)) / max(1, count)
 
-    every = [
-        (some, full, count - some - full) for some, full in product(range(count + 1), repeat=2) if some + full <= count
-    ]
-    # Counts by mode, in the order of STATES.
-    ways = [(none, some, full) for some, full, none in every]
-    fitting = [way for way in ways if mean(peaks, way) <= limit] or [(0, 0, count)]
+    ways = mode_counts(count, len(states))
+    least = min(ways, key=lambda way: mean(peaks, way))
+    fitting = [way for way in ways if mean(peaks, way) <= limit] or [least]
     best = min(fitting, key=lambda way: mean(seconds, way))
-    modes = [mode for mode, each in zip(reversed(STATES), reversed(best), strict=True) for _ in range(each)]
+    modes = [mode for mode, each in zip(reversed(states), reversed(best), strict=True) for _ in range(each)]
     yield from zip(layers, modes, strict=True)

@@ -103,6 +103,22 @@ def test_a_resnet_that_computes_and_gathers_again_is_measured_as_predicted(
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron_sp"])
+def test_offloaded_layers_leave_the_device_as_predicted(layout: str) -> None:
+    graph = autopar.trace(*gpt(layers=4, d_model=128, heads=4, vocab=256, seq=96, batch=8))
+    layers = [path for repeat in graph.repeats for path in repeat.module_paths]
+    plan = plan_of(graph, layout, GPT_LAYOUTS[layout])
+    moved = plan.with_recompute(dict.fromkeys(layers, "offload"))
+    before, found, real = predicted(graph, plan), predicted(graph, moved), measure(graph, moved)
+    assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.02)
+    assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
+    assert before.host_bytes == 0.0
+    # Two layers are still on the device at most: the one that runs, and the one that comes or goes.
+    assert before.saved_bytes - found.saved_bytes == pytest.approx(3 / 4 * found.host_bytes, rel=0.01)
+    assert before.peak_bytes - found.peak_bytes > 0.2 * found.host_bytes
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_mixture_of_experts_is_measured_as_predicted() -> None:
     model, inputs = moe(batch=8)
     graph = autopar.trace(model, inputs)

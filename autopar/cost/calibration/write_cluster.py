@@ -98,6 +98,7 @@ def _device(measurements: Measurements, products: MultiplyFit, shipped: Device |
         f"launch = {_measured(measurements.launch_seconds * 1e6, 'us')}",
         *_overhead(measurements),
         *_sustained(fit_sustained(products, measurements.chain), shipped),
+        *_host_link(shipped),
         *([f"core = {_measured(100 * measurements.core_fraction, '%')}"] if measurements.core_fraction < 1 else []),
         "",
         "[device.peak]",
@@ -122,6 +123,15 @@ def _overhead(measurements: Measurements) -> list[str]:
         return [f"host = {_measured(spent * 1e6, 'us')}"] if spent > 0 else []
     more = measurements.overhead_seconds - measurements.launch_seconds
     return [f"op = {_measured(more * 1e6, 'us')}"] if more > 0 else []
+
+
+def _host_link(shipped: Device | None) -> list[str]:
+    """Return the link to the host and its memory, which are not measured."""
+    if shipped is None or shipped.host_link_bytes_per_second is None:
+        return []
+    rate = f"host_link = {_inherited(shipped.host_link_bytes_per_second / 1e9, 'GB/s')}"
+    memory = shipped.host_memory_bytes
+    return [rate] if memory is None else [rate, f"host_memory = {_inherited(memory / 1e9, 'GB')}"]
 
 
 def _sustained(measured: float, shipped: Device | None) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from autopar.cost.algorithm_registry import ALGORITHMS
 from autopar.cost.collective_algorithms import KINDS, LINK_LIKE, Library, TopologyLevel
 from autopar.cost.compute.matmul_time import MatmulUnit
-from autopar.cost.hardware.part_links import PartLinks, own_level
+from autopar.cost.hardware.part_links import PartLinks, check_wires, own_level
 from autopar.cost.hardware.toml_reader import Document, Source, read_document
 from autopar.errors import ClusterError
 from autopar.files import data_folder
@@ -73,6 +73,10 @@ class Device:
     op_seconds: float = 0.0
     # Time of the host to launch one kernel. The host runs ahead of the device, so only the sum over a step counts.
     host_seconds: float = 0.0
+    # Rate of copies to the pinned memory of its host and back, one direction at a time; None: not known.
+    host_link_bytes_per_second: float | None = None
+    # Share of the host's memory that one device has.
+    host_memory_bytes: float | None = None
     # Share of the product rate that is left under continuous load.
     sustained_fraction: float = 1.0
     # Share of a core that a process of a CPU has while all of them compute. It has more while others wait.
@@ -81,6 +85,13 @@ class Device:
     @property
     def stream(self) -> float:
         return self.stream_bytes_per_second or self.hbm_bytes_per_second
+
+    @property
+    def host_bytes_per_second(self) -> float | None:
+        """Return the rate of copies to the host; a process of a CPU reads and writes its own memory."""
+        if self.host_link_bytes_per_second is None and self.op_seconds:
+            return self.stream / 2
+        return self.host_link_bytes_per_second
 
     def at_speed(self, fraction: float) -> Device:
         """Return the device with every op slowed to a fraction of its speed; its host stays as fast."""
@@ -357,7 +368,7 @@ def _part_links(
             document.fail((*at, "name"), f"level '{links.name}' stands twice", "describe the links of a level once")
         found[links.name] = own_level(levels[names.index(links.name)], links)
         _check_rates(document, found[links.name], at)
-        _check_wires(document, found[links.name], at)
+        check_wires(document, found[links.name], at)
     return tuple(found.values())
 
 
@@ -410,7 +421,7 @@ def _check_levels(document: Document, levels: tuple[TopologyLevel, ...], library
             if name not in hops:
                 message = f"library '{library.name}' has no '{name}'{did_you_mean(name, hops)}"
                 document.fail((*place, "hop"), message, f"name one of {', '.join(sorted(hops))}")
-        _check_wires(document, level, place)
+        check_wires(document, level, place)
 
 
 def _check_library(document: Document, library: Library) -> None:
@@ -429,21 +440,3 @@ def _check_library(document: Document, library: Library) -> None:
             if kind not in KINDS:
                 message = f"there is no collective '{kind}'{did_you_mean(kind, KINDS)}"
                 document.fail((*place, "collectives"), message, f"the collectives are {', '.join(KINDS)}")
-
-
-def _check_wires(document: Document, level: TopologyLevel, place: tuple[str | int, ...]) -> None:
-    if not level.wires:
-        return
-    rows, size = level.wires, level.units
-    square = len(rows) == size and all(len(row) == size and row.isdigit() for row in rows)
-    if not square:
-        fix = "a text per unit, with a digit per unit: how many links lead there"
-        document.fail((*place, "wires"), f"'wires' is not a table of {size} rows of {size} digits", fix)
-    for one, row in enumerate(rows):
-        for other in range(len(rows)):
-            if row[other] != rows[other][one] or (one == other and row[other] != "0"):
-                message = f"'wires' is impossible: {row[other]} from unit {one} to {other}, {rows[other][one]} back"
-                document.fail((*place, "wires"), message, "both ends of a link count it; no unit is wired to itself")
-        if sum(map(int, row)) > level.ports:
-            message = f"'wires' is impossible: row {one} has more links than the {level.ports} ports"
-            document.fail((*place, "wires"), message, "give the ports of one unit")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.collective_algorithms import TopologyLevel
-from autopar.cost.hardware.cluster import Cluster, ClusterPart, cluster_path, shared_path
+from autopar.cost.hardware.cluster import Cluster, ClusterPart, Device, cluster_path, shared_path
 from autopar.cost.hardware.toml_reader import read_document
 from autopar.cost.network import Network
 from autopar.mesh import SubMesh
@@ -92,6 +92,7 @@ def describe(cluster: Cluster) -> str:
         f"  device    {device.name}: {memory} at {_number(device.hbm_bytes_per_second, 'B/s')}",
         f"            {peaks}",
         f"            an op of an eager program takes {_time(device.launch_seconds)} at least",
+        *_host_lines(device),
         *(f"  {'parts' if i == 0 else '':9} {_part(part)}" for i, part in enumerate(cluster.part)),
         *(f"  {'':9} {part.name}, links of {level.name}: {_links(level)}" for part, level in _part_levels(cluster)),
         *(f"  {'links' if i == 0 else '':9} {_level(cluster, i)}" for i in range(len(cluster.level))),
@@ -103,6 +104,12 @@ def describe(cluster: Cluster) -> str:
         *(f"  {name}: {source.text} ({source.date})" for name, source in sorted(cluster.sources.items())),
     ]
     return "\n".join(lines)
+
+
+def _host_lines(device: Device) -> Iterator[str]:
+    if device.host_link_bytes_per_second is not None:
+        memory = "" if device.host_memory_bytes is None else f", {_number(device.host_memory_bytes, 'B')} of its memory"
+        yield f"            to its host {_number(device.host_link_bytes_per_second, 'B/s')} each way{memory}"
 
 
 def _part(part: ClusterPart) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.collective_algorithms import TopologyLevel
+from autopar.cost.hardware.toml_reader import Document
 
 __all__ = ["PartLinks", "own_level", "slowest_level"]
 
@@ -45,3 +46,22 @@ def slowest_level(levels: Sequence[TopologyLevel]) -> TopologyLevel:
         offers=tuple(offer for offer in slowest.offers if all(offer in one.offers for one in levels)),
         send_fraction=min(one.send_fraction for one in levels),
     )
+
+
+def check_wires(document: Document, level: TopologyLevel, place: tuple[str | int, ...]) -> None:
+    """Check that the wires of a level are a symmetric table of its units, with no more links than ports."""
+    if not level.wires:
+        return
+    rows, size = level.wires, level.units
+    square = len(rows) == size and all(len(row) == size and row.isdigit() for row in rows)
+    if not square:
+        fix = "a text per unit, with a digit per unit: how many links lead there"
+        document.fail((*place, "wires"), f"'wires' is not a table of {size} rows of {size} digits", fix)
+    for one, row in enumerate(rows):
+        for other in range(len(rows)):
+            if row[other] != rows[other][one] or (one == other and row[other] != "0"):
+                message = f"'wires' is impossible: {row[other]} from unit {one} to {other}, {rows[other][one]} back"
+                document.fail((*place, "wires"), message, "both ends of a link count it; no unit is wired to itself")
+        if sum(map(int, row)) > level.ports:
+            message = f"'wires' is impossible: row {one} has more links than the {level.ports} ports"
+            document.fail((*place, "wires"), message, "give the ports of one unit")

@@ -306,6 +306,19 @@ class LiveState:
         """Return the dtype in which a parameter is stored."""
         return self.precision.stored(tensor.dtype, tensor.frozen)
 
+    def _before(self, node: NamedNode) -> tuple[InsertedReshard, ...]:
+        """Return the reshards before an op, also those that an op of another stage needs first."""
+        return (*self.elsewhere.get(node.name, ()), *self.reshard_plan.ops[node.name].before)
+
+    def _halo_copies(self, reshards: OpReshards) -> dict[int, int]:
+        """Return the copy of the first operand with its neighbours' edges, where the op exchanges halos."""
+        kinds = {step.kind for one in reshards.inside for step in one.reshard.forward}
+        place = reshards.operands[0] if reshards.operands else None
+        if StepKind.HALO_EXCHANGE not in kinds or place is None:
+            return {}
+        edges = sum(step.numel * one.itemsize for one in reshards.inside for step in one.reshard.forward)
+        return {0: self.storages.new(self._bytes(place) + edges)}
+
     def _times(self, name: str) -> int:
         """Return how many parts of a tensor a call has: a caller gives and takes those of all micro-batches."""
         if self.call is None:

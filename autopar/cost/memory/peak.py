@@ -45,6 +45,8 @@ class MemoryCosts:
     peak_at: str
     # Anchors, momenta and buffers of replicas that drift.
     meetings_bytes: float = 0.0
+    # On the host of the device: saved tensors of offloaded layers.
+    host_bytes: float = 0.0
 
     def with_rows(self, share: float) -> MemoryCosts:
         """Return the memory of a replica with this share of the rows: values are in proportion, parameters are not."""
@@ -95,17 +97,28 @@ def memory(step: LoweredStep) -> MemoryCosts:
         return MemoryCosts(parameters, copies, 0.0, 0.0, inputs, 0.0, run.storages.peak, run.storages.peak_at)
     states, largest = _optimizer_bytes(step, optimizer_of(plan.options.optimizer))
     moments = [(run.storages.peak + states, run.storages.peak_at)]
+    # The other micro-batches of a stage have left the device.
+    on_device = run.host.waiting_bytes
     run.storages.peak = 0.0
     run.backward()
     moments.append((run.storages.peak + states, run.storages.peak_at))
     # While the forward or the backward of one runs, others wait for their backwards, and for put-off gradients.
-    waiting = _waiting_bytes(step, saved - run.results_bytes, run.late_bytes)
+    waiting = _waiting_bytes(step, saved - run.results_bytes - on_device, run.late_bytes)
     moments = [(peak + waiting, at) for peak, at in moments]
     gradients = run.gradient_bytes()
     # Copies of parameters last until the end of the backward.
     moments.append((parameters + inputs + states + gradients + largest, "the optimizer"))
     peak, at = max(moments, key=itemgetter(0))
-    return MemoryCosts(parameters, copies, gradients, states, inputs, saved + waiting, peak, at)
+    host = run.host.bytes * _in_flight(step)
+    return MemoryCosts(parameters, copies, gradients, states, inputs, saved + waiting, peak, at, host_bytes=host)
+
+
+def _in_flight(step: LoweredStep) -> float:
+    """Return the most micro-batches whose saved tensors a rank has at once."""
+    pipelining = step.plan.assignment.pipelining
+    if pipelining is None or step.stage is None:
+        return 1.0
+    return most_kept(step.tasks[step.stage], pipelining.chunks, 1.0, 0.0)
 
 
 def _waiting_bytes(step: LoweredStep, saved_bytes: float, late_bytes: float) -> float:
@@ -237,8 +250,8 @@ def check_memory(layout: Layout, graph: NamedGraph, plan: StepPlan, device_bytes
             "E6",
             f"out of memory: expected at most {size_text(most_bytes)} on a device, "
             f"got {size_text(found.peak_bytes)} in {found.peak_at}{_stage_text(fullest)} ({listed})",
-            "split more, 'recompute full @...' of repeated layers, 'regather @*', fewer examples at a time "
-            "('micro 8'), or a higher limit",
+            "split more, 'recompute full @...' or 'recompute offload @...' of repeated layers, 'regather @*', "
+            "fewer examples at a time ('micro 8'), or a higher limit",
             statement.span,
         )
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.cost.lowered_step import LoweredStep, Version
+from autopar.cost.memory.host_memory import HostStorages
 from autopar.cost.memory.local_memory import LiveState, differentiable_results
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.buckets import Bucket, copied
 from autopar.sharding.options import sum_dtype
-from autopar.sharding.reshard.reshard import StepKind
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
 
 
 class ForwardMemory(LiveState):
     """Forward of the generated graph, op by op."""
+
+    def __init__(self, step: LoweredStep) -> None:
+        super().__init__(step)
+        self.host = HostStorages(step, self.storages)
 
     def forward(self) -> None:
         self._place_inputs()
@@ -81,6 +85,7 @@ class ForwardMemory(LiveState):
     def _op_forward(self, node: NamedNode) -> None:
         reshards = self.reshard_plan.ops[node.name]
         footprint = self.footprints.of(node)
+        self.host.begin(node.name)
         for bucket in self.schedule.of_op.get(node.name, ()):
             self._gather(bucket)
         for one in self._before(node):
@@ -116,19 +121,7 @@ class ForwardMemory(LiveState):
         for one in reshards.after:
             self._reshard(one)
         self._free(node, reshards)
-
-    def _before(self, node: NamedNode) -> tuple[InsertedReshard, ...]:
-        """Return the reshards before an op, also those that an op of another stage needs first."""
-        return (*self.elsewhere.get(node.name, ()), *self.reshard_plan.ops[node.name].before)
-
-    def _halo_copies(self, reshards: OpReshards) -> dict[int, int]:
-        """Return the copy of the first operand with its neighbours' edges, where the op exchanges halos."""
-        kinds = {step.kind for one in reshards.inside for step in one.reshard.forward}
-        place = reshards.operands[0] if reshards.operands else None
-        if StepKind.HALO_EXCHANGE not in kinds or place is None:
-            return {}
-        edges = sum(step.numel * one.itemsize for one in reshards.inside for step in one.reshard.forward)
-        return {0: self.storages.new(self._bytes(place) + edges)}
+        self.host.end(node.name)
 
     def _save(
         self,
@@ -140,28 +133,31 @@ class ForwardMemory(LiveState):
     ) -> None:
         """Save the tensors that the op keeps for its backward."""
         footprint = self.footprints.of(node)
-        found: list[int] = []
+        pairs: list[tuple[int, Version | None]] = []
         for i in footprint.keeps:
             version = reshards.operands[i]
             if i in halo_copies:
-                found.append(halo_copies[i])
+                pairs.append((halo_copies[i], None))
             elif version is not None:
                 regathered = version[0] in self.plan.regather and version in self.schedule.versions
                 if regathered and self.values[version] not in self.made.get(self._layer(node), ()):
                     continue
-                found.append(self.values[version])
-        found += [self.values[version] for i in footprint.keeps_outputs if (version := outputs[i]) is not None]
+                pairs.append((self.values[version], version))
+        made = [version for i in footprint.keeps_outputs if (version := outputs[i]) is not None]
+        pairs += [(self.values[version], version) for version in made]
+        inner = self.storages.new(internal) if internal and node.name not in self.recomputed else None
+        found = self.host.move(node.name, pairs if inner is None else [*pairs, (inner, None)])
         layer = self._layer(node)
         inside = self.made.get(layer, set())
         lost = self.lost.setdefault(layer, [])
         lost += [(node.name, one) for one in found if one in inside]
         self.saved[node.name] = [self.storages.take(one) for one in found if one not in inside]
         if node.name in self.recomputed and internal:
-            made = self.storages.new(internal)
-            lost.append((node.name, made))
-            self.storages.drop(made)
-        elif internal:
-            self.saved[node.name].append(self.storages.new(internal))
+            again = self.storages.new(internal)
+            lost.append((node.name, again))
+            self.storages.drop(again)
+        elif inner is not None:
+            self.storages.drop(inner)
 
     def _free(self, node: NamedNode, reshards: OpReshards) -> None:
         """Free versions whose last use is this op, and those it makes that no op uses."""
@@ -257,6 +253,7 @@ class StepMemory(ForwardMemory):
             self.storages.now = f"the backward of {node.name}"
             if layer != inside:
                 self._recompute(layer)
+            self.host.begin_backward(node.name, self.saved)
             inside = layer
             self._op_backward(node)
         self._leave(inside)

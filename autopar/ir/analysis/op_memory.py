@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autopar.ir.analysis.host_memory import ON_HOST
 from autopar.ir.exported import Exported
 from autopar.ir.fx_graphs import checkpoint_regions
 from autopar.ir.values import ROUTED
@@ -144,11 +145,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a tensor's storage from now on, if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.known:
+        if key in self.known or hasattr(storage, ON_HOST):
             return
-        size = storage.nbytes()
         self.known.add(key)
-        self.sizes[key] = size
+        self.sizes[key] = size = storage.nbytes()
         self.live += size
         self.peak = max(self.peak, self.live)
         # Storages are freed outside of any op, so only a finalizer sees it.

@@ -38,6 +38,7 @@ from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.modules.pipeline_part import PartResult, PipelinePart, TiedInput
 from autopar.lowering.modules.shard_ops import RandomOp
 from autopar.lowering.passes.aliases import FRESH
+from autopar.lowering.passes.recompute_regions import MOVABLE
 from autopar.sharding.assignment import Assignment, Pipelining
 from autopar.sharding.pipelining import late_weights
 from autopar.sharding.schedules import Schedule
@@ -312,6 +313,7 @@ class _Cutter:
         by_name = {node.name: node for node in self.nodes}
         for node in (*read, *(by_name[one.name] for one in received)):
             copies[node] = graph.placeholder(node.name)
+            copies[node].meta[MOVABLE] = node.meta.get(MOVABLE, frozenset())
         called: dict[str, nn.Module] = {}
         for node in self.nodes:
             if node not in needed or node in copies:

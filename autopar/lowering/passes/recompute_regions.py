@@ -27,17 +27,24 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.ir.analysis.saved_values import SavedValues
 from autopar.ir.fx_graphs import body_of, boundary, call_checkpoint, put_call
+from autopar.ir.graph import NamedGraph
 from autopar.lowering.modules.bucket import BucketState, Regathered
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
+from autopar.lowering.modules.host_copies import HostCopies, OffloadedOps
 from autopar.lowering.modules.selective_recompute import SelectiveRecompute
-from autopar.sharding.options import Recompute
+from autopar.sharding.layout.syntax import Recompute
+from autopar.sharding.offload import moved_inputs
 from autopar.sharding.recompute import RecomputeRegion
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["KEPT", "REGION", "with_regions"]
+__all__ = ["KEPT", "MOVABLE", "REGION", "mark_movable", "with_regions"]
 
 # Metadata of a node: the number of its region, and whether its result is saved there.
 REGION, KEPT = "region", "kept"
+# The regions that may move the storage of a node to the host.
+MOVABLE = "movable"
 
 
 class RegatherBeforeRecompute(nn.Module):
@@ -60,6 +67,18 @@ class RegatherBeforeRecompute(nn.Module):
             self.known[memory] = self.running.again
 
 
+def mark_movable(
+    graph: NamedGraph, regions: Sequence[RecomputeRegion], held: Mapping[tuple[str, Sharding], Node]
+) -> None:
+    """Record which nodes offloaded regions may move that read them; `held` has the node of each value."""
+    if any(region.mode == "offload" for region in regions):
+        saved = SavedValues.of(graph)
+        moved = moved_inputs(graph, regions, saved)
+        for (name, _), node in held.items():
+            root = saved.roots[name]
+            node.meta[MOVABLE] = frozenset(number for number, names in moved.items() if root in names)
+
+
 def with_regions(graph: Graph, modules: dict[str, nn.Module], regions: Sequence[RecomputeRegion]) -> GraphModule:
     """Return the module of a graph with all its buckets and regions; the graph is changed."""
     modes: dict[int, Recompute] = {number: region.mode for number, region in enumerate(regions)}
@@ -70,10 +89,13 @@ def with_regions(graph: Graph, modules: dict[str, nn.Module], regions: Sequence[
         elif node.target is operator.getitem and isinstance(_module(node.args[0], modules), BucketEnd):
             for key in (REGION, KEPT):  # of the first op that reads it
                 node.meta.pop(key, None)
+    offloaded = [number for number, mode in modes.items() if mode == "offload"]
+    modes = {number: mode for number, mode in modes.items() if mode != "offload"}
     for number in modes:
         if _members(graph, number):
             _bring_parameters(graph, modules, number)
             _close(graph, modules, number, modes)
+    _wrap_offloaded(graph, modules, offloaded)
     numbers = [number for number in modes if _members(graph, number)]
     for place, number in enumerate(numbers):
         nodes, name = _members(graph, number), f"computed_again_{place}"
@@ -96,6 +118,42 @@ def _members(graph: Graph, number: int) -> list[Node]:
 
 def _module(node: Any, modules: Mapping[str, nn.Module]) -> nn.Module | None:
     return modules.get(str(node.target)) if isinstance(node, Node) and node.op == "call_module" else None
+
+
+# -- offloaded layers -------------------------------------------------------------------------------------------------
+
+
+def _wrap_offloaded(graph: Graph, modules: dict[str, nn.Module], numbers: Iterable[int]) -> None:
+    """Wrap the ops of offloaded regions, stretch by stretch: all nodes stay at their place."""
+    copies = HostCopies()
+    for number in numbers:
+        stretches = _stretches(graph, number)
+        inside = {node for nodes in stretches for node in nodes}
+        for place, nodes in enumerate(stretches):
+            inputs, results = boundary(nodes)
+            stays = [node not in inside and number not in node.meta.get(MOVABLE, ()) for node in inputs]
+            name, ends = f"offloaded_{number}_{place}", (place == 0, place == len(stretches) - 1)
+            modules[name] = OffloadedOps(body_of(nodes, inputs, results, modules), stays, copies, *ends)
+            with graph.inserting_before(nodes[-1].next):
+                call = graph.call_module(name, tuple(inputs))
+            put_call(graph, nodes, results, call)
+            items = [node for node in call.users if node.target is operator.getitem]
+            inside.update(items)
+            for result, item in zip(results, items, strict=True):
+                item.meta[MOVABLE] = result.meta.get(MOVABLE, frozenset())
+
+
+def _stretches(graph: Graph, number: int) -> list[list[Node]]:
+    """Return the runs of consecutive nodes of a region."""
+    found: list[list[Node]] = []
+    previous: Node | None = None
+    for node in graph.nodes:
+        if node.meta.get(REGION) == number:
+            if previous is None or previous.meta.get(REGION) != number:
+                found.append([])
+            found[-1].append(node)
+        previous = node
+    return found
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def _costs(costs: Costs) -> dict[str, Any]:
             "communication of values": costs.seconds_of("values"),
             "exposed communication of parameters": costs.exposed_seconds,
             "waiting for the host": costs.waiting_seconds,
+            "exposed copies to the host and back": costs.copies_seconds,
             "waiting for other stages": costs.bubble_seconds,
         },
         "communication": [

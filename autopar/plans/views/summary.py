@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 
@@ -35,9 +36,13 @@ def summary(plan: PlanRecord) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
+def _fits(fits: bool) -> str:
+    return "fits" if fits else "DOES NOT FIT"
+
+
 def _head(plan: PlanRecord) -> list[str]:
     model = type(plan.graph.model).__name__
-    fits = "fits" if plan.fits else "DOES NOT FIT"
+    fits = _fits(plan.costs.limited_bytes <= plan.limit_bytes)
     best = "the best plan within the layout" if plan.within_layout else "the best plan"
     unproved = "no lower bound" if plan.bound_seconds is None else "no lower bound within the time limit"
     gap = (
@@ -53,6 +58,10 @@ def _head(plan: PlanRecord) -> list[str]:
         f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
         f"  memory  {bytes_text(plan.memory_bytes)} of {limit}: {fits}",
     ]
+    host_bytes, host_limit = plan.costs.memory.host_bytes, plan.costs.host_limit_bytes
+    if host_bytes:
+        of = "" if math.isinf(host_limit) else f" of {bytes_text(host_limit)}"
+        lines.append(f"  host    {bytes_text(host_bytes)}{of} for each device: {_fits(plan.costs.fits_host)}")
     if plan.decided.options.precision != OWN:
         lines.insert(1, f"  runs    {plan.decided.options.precision.text}")
     lines += _frozen(plan)
@@ -287,12 +296,14 @@ def _time(plan: PlanRecord) -> list[str]:
             - costs.compute.seconds
             - costs.exposed_seconds
             - costs.waiting_seconds
+            - costs.copies_seconds
             - costs.bubble_seconds
             - costs.late_seconds
             - sent_at_meetings,
         ),
         ("exposed communication of parameters", costs.exposed_seconds),
         ("waiting for the host", costs.waiting_seconds),
+        ("exposed copies to the host and back", costs.copies_seconds),
         ("waiting for other stages", costs.bubble_seconds),
         ("steps that end late, and waiting for them", costs.late_seconds),
         ("meetings of replicas", sent_at_meetings),
@@ -379,6 +390,7 @@ def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
     )
     waits = {
         "  waiting for the host": [plan.costs.waiting_seconds for plan in every],
+        "  exposed copies to the host and back": [plan.costs.copies_seconds for plan in every],
         "  waiting for other stages": [plan.costs.bubble_seconds for plan in every],
     }
     for name, seconds in waits.items():

@@ -63,6 +63,7 @@ def costs_data(plan: PlanRecord) -> dict[str, Any]:
             "optimizer": costs.compute.optimizer_seconds,
             "exposed": costs.exposed_seconds,
             "waiting": costs.waiting_seconds,
+            "host_copies": costs.copies_seconds,
         },
         "memory_bytes": {
             "limit": plan.limit_bytes,
@@ -73,6 +74,7 @@ def costs_data(plan: PlanRecord) -> dict[str, Any]:
             "optimizer": memory.optimizer_bytes,
             "inputs": memory.inputs_bytes,
             "saved": memory.saved_bytes,
+            "host": memory.host_bytes,
         },
         "loading": asdict(plan.loading),
     }

@@ -16,8 +16,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.source import layout_error
-from autopar.sharding.layout.syntax import Axes, Block, GatherStatement
-from autopar.sharding.options import Recompute
+from autopar.sharding.layout.syntax import Axes, Block, GatherStatement, Recompute
 from autopar.sharding.sharding import HasAtoms
 
 Splits = tuple[Axes, ...]

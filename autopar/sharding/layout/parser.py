@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NoReturn, cast
+from typing import Literal, NoReturn, cast, get_args
 
 from autopar.errors import LayoutError
 from autopar.mesh import Mesh, parse_axes
@@ -30,6 +30,7 @@ from autopar.sharding.layout.syntax import (
     PartPin,
     Pin,
     PinState,
+    Recompute,
     Same,
     Scope,
     SplitTerm,
@@ -48,7 +49,7 @@ FORMS = {
     "part": "write it as in 'op @vision.* at part 0'",
     "keep": "write it as in 'keep @blocks.*.weight'",
     "regather": "write it as in 'regather @blocks.*.weight'",
-    "recompute": "write it as in 'recompute full @blocks.*', or with 'none' or 'selective'",
+    "recompute": "write it as in 'recompute full @blocks.*', or with 'none', 'selective' or 'offload'",
     "same": "write it as in 'same @embed.weight @head.weight'",
     "forbid": "write it as in 'forbid all_gather(act) over tp'",
     "warn": "write it as in 'warn all_gather(act) over tp'",
@@ -255,11 +256,11 @@ class LayoutParser(TokenReader):
         return factor, self.axes(), self.accept("pad")
 
     def hold(self, keyword: Token) -> GatherStatement:
-        level: Literal["none", "selective", "full"] | None = None
+        level: Recompute | None = None
         if keyword.text == "recompute":
-            if not self.at("none", "selective", "full"):
-                raise self.expected("'none', 'selective' or 'full' after 'recompute'")
-            level = cast(Literal["none", "selective", "full"], self.advance().text)
+            if not self.at(*get_args(Recompute)):
+                raise self.expected("'none', 'selective', 'full' or 'offload' after 'recompute'")
+            level = cast(Recompute, self.advance().text)
         action = cast(Literal["keep", "regather", "recompute"], keyword.text)
         return GatherStatement(action, self.expect_glob(), level, keyword.span)
 

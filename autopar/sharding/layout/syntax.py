@@ -26,6 +26,11 @@ Collective = Literal["all_gather", "all_reduce", "all_to_all", "halo_exchange", 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
+# Ops of a repeated layer that the backward recomputes: none, the cheap ones, or all. With `offload` none: what they
+# save goes to the host.
+Recompute = Literal["none", "selective", "full", "offload"]
+
+
 @dataclass(frozen=True)
 class NotSplit:
     """`none`."""
@@ -151,7 +156,7 @@ class GatherStatement:
 
     action: Literal["keep", "regather", "recompute"]
     glob: str
-    level: Literal["none", "selective", "full"] | None = None
+    level: Recompute | None = None
     span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 

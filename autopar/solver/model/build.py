@@ -16,8 +16,8 @@ from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.parameter_storage import GatherPolicy
+from autopar.sharding.layout.syntax import Recompute
 from autopar.sharding.lowered_ops import lowered_context
-from autopar.sharding.options import Recompute
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver import Floats
@@ -87,24 +87,29 @@ class OpVariables(ModelBuilder):
         again = self.again.flags(node.name)[mode]
         # Shared values count where they are kept, and not at their producer.
         keeping = tuple(
-            name if name is not None and not self._is_shared(name) and self._lives(name, node, mode) else None
+            name if name is not None and not self._is_shared(name) and self._counts(name, node, mode) else None
             for name in node.outputs
         )
+        moves = self.again.moves(node.name, mode)
+        leaving = tuple(name is not None and self._leaves(name, node, mode) for name in keeping)
         trains = any(self.graph.tensors[name].requires_grad for name in node.outputs if name is not None)
         keeps = self.regather and self.setting.trains and trains and not again
         moment = self._moment(node)
-        kept = keeps, node.name in self.gone, tuple(name is not None for name in keeping)
+        kept = keeps, node.name in self.gone, tuple(name is not None for name in keeping), moves, leaving
         key = "op", self._signature(node), fused, again, moment, kept
         if key not in self.known:
             once, more = self._computed(node, options, fused)
             sums = once + more if again else once.copy()
             if keeps or moment is not None:
-                self._add_held(sums, node, options, keeps, moment)
+                self._add_held(sums, node, options, keeps, moment, moves)
             for i, option in enumerate(options):
                 for position, name in enumerate(keeping):
                     layout = option.produced[position]
                     if name is not None and layout is not None:
-                        sums[Sum.KEPT_GIB, i] += self.setting.saved_share * self._gib(name, layout)
+                        self._add_kept(sums[:, i], self._gib(name, layout), leaving[position])
+            if moves:
+                sums[Sum.COPIES_FORWARD_ROOM] += once[Sum.FORWARD_ROOM]
+                sums[Sum.COPIES_BACKWARD_ROOM] += once[Sum.BACKWARD_ROOM]
             self.known[key] = parts_of(sums)
         parts: Parts = self.known[key]
         return parts
@@ -129,16 +134,23 @@ class OpVariables(ModelBuilder):
         return found
 
     def _add_held(
-        self, sums: Floats, node: NamedNode, options: tuple[OpSharding, ...], keeps: bool, moment: Sum | None
+        self,
+        sums: Floats,
+        node: NamedNode,
+        options: tuple[OpSharding, ...],
+        keeps: bool,
+        moment: Sum | None,
+        moves: bool,
     ) -> None:
         """Add the memory of each option: saved tensors beside values, and gradients at its backward."""
         for i, option in enumerate(options):
             split = lowered_context(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
             one_rank = OpAssignment(option.choice, option.operands, option.produced, option.produced)
             footprint = local_footprint(self.graph, node, one_rank, split, self.setting.axes)
-            inside = self.setting.saved_share * footprint.internal_bytes / 2**30 if keeps else 0.0
-            sums[Sum.KEPT_GIB, i] += inside
-            sums[Sum.PRODUCT_GIB, i] -= inside if node.name in self.gone else 0.0
+            inside = footprint.internal_bytes / 2**30 if keeps else 0.0
+            if inside:
+                self._add_kept(sums[:, i], inside, moves)
+            sums[Sum.PRODUCT_GIB, i] -= self.setting.saved_share * inside if node.name in self.gone else 0.0
             if moment is not None:
                 sums[moment, i] += self._gradients_gib(node, option, footprint)
 
@@ -201,7 +213,8 @@ def build(
     """
     tables = tables or CostTables(setting)
     settled = dict(recompute or {})
-    again = RecomputeModes.of(setting.graph, settled, open_layers if setting.trains else (), setting.trains)
+    layers = open_layers if setting.trains else ()
+    again = RecomputeModes.of(setting.graph, settled, layers, setting.trains, setting.modes if layers else ())
     return _GraphModelBuilder(setting, bound_layout, tables, regather, again, ways, deadline, lasting).run(settled)
 
 

@@ -14,9 +14,11 @@ import numpy as np
 from torch.fx import Node
 
 from autopar.cost.compute.optimizers import optimizer_of
+from autopar.cost.host_copies import host_copy_seconds
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.bound_layout import BoundLayout
+from autopar.sharding.offload import LEAST_BYTES
 from autopar.sharding.options import Outputs
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver import Floats
@@ -24,7 +26,7 @@ from autopar.solver.infeasible import OutOfTime
 from autopar.solver.model.cost_tables import CostTable, CostTables, Parts, Wants
 from autopar.solver.model.model import Costs, Factor, FactorByMode, Variable
 from autopar.solver.model.objective import Sum
-from autopar.solver.model.recompute_variables import STATES, RecomputeModes
+from autopar.solver.model.recompute_variables import RecomputeModes
 from autopar.solver.model.reshard_sums import TensorCut
 from autopar.solver.search.joined_axes import AxisRoles
 from autopar.solver.setting import PlanningProblem
@@ -70,7 +72,7 @@ class ModelBuilder:
         names = [node.name for node in graph.nodes]
         self.gone = frozenset(names[names.index(self.product.name) + 1 :] if self.product is not None else ())
         for path in self.again.open:
-            self._add("recompute", path, STATES, (self._nothing(len(STATES)),))
+            self._add("recompute", path, self.again.modes, (self._nothing(len(self.again.modes)),))
 
     def _heed_time(self) -> None:
         if time.monotonic() > self.deadline:
@@ -218,8 +220,37 @@ class ModelBuilder:
             return False
         return not self.again.flags(maker.name)[mode] or self.again.is_kept_outside(maker.name, self.kept.keepers[name])
 
+    def _counts(self, name: str, maker: NamedNode, mode: int) -> bool:
+        """Return whether a result that lives until the backward counts by the mode of its maker's layer."""
+        return self._lives(name, maker, mode) and self._keeper_beyond(name) is None
+
     def _enters(self, name: str, maker: NamedNode, mode: int) -> bool:
         return not self.again.flags(maker.name)[mode] and name in self.entering[mode]
+
+    # -- values that leave the device
+
+    def _leaves(self, name: str, maker: NamedNode, mode: int) -> bool:
+        """Return whether the layer of its maker saves a value on the host."""
+        moves = self.again.moves(maker.name, mode) and self.graph.tensors[name].kind == "activation"
+        return moves and any(self.again.shares_region(maker.name, op) for op in self.kept.keepers.get(name, ()))
+
+    def _keeper_beyond(self, name: str) -> NamedNode | None:
+        """Return an op of the only layer that saves a value of another layer, where that layer may move it."""
+        keepers = self.kept.keepers.get(name, ()) if self.kept.is_kept(name) else ()
+        if not keepers or not self.graph.tensors[name].requires_grad or name in self.handed:
+            return None
+        first, maker = keepers[0], self.makers[name][0].name
+        is_one = all(op == first or self.again.shares_region(first, op) for op in keepers)
+        may_move = True in self.again.moved.get(first, ())
+        return self.nodes[first] if is_one and may_move and not self.again.shares_region(first, maker) else None
+
+    def _add_kept(self, sums: Floats, gib: float, moved: bool) -> None:
+        """Add a saved tensor: the memory that it takes, or its copies to the host and back."""
+        if moved and gib * 2**30 >= LEAST_BYTES:
+            sums[Sum.COPIES] += host_copy_seconds(gib * 2**30, self.setting.cluster)
+            sums[Sum.HOST] += 2 * self.setting.prices.launch
+        else:
+            sums[Sum.KEPT_GIB] += self.setting.saved_share * gib
 
     # -- sums of several kinds of variables
 

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.host_copies import host_copy_seconds
 from autopar.ir.values import NamedTensor
+from autopar.sharding.offload import LEAST_BYTES
 from autopar.sharding.sharding import Sharding
 from autopar.solver import Floats, Ints
 from autopar.solver.candidates import StorageOption
@@ -78,6 +80,8 @@ class ValueUse(NamedTuple):
     share: float = 1.0
     # Of a value that this op alone uses: what becomes of partial sums. They are added up where they are made.
     sums: PartialSums | None = None
+    # The op saves on the host.
+    moved: bool = False
 
 
 class ParameterUse(NamedTuple):
@@ -126,7 +130,10 @@ class CostTables:
             if unreached.any():
                 parts[Sum.FORBIDDEN] = _summed(unreached.astype(np.float64), columns, place, len(rows))
             if use.kept or (use.sums is not None and use.sums.lives):
-                parts[Sum.KEPT_GIB] = self.setting.saved_share * self._kept(cut, rows, columns, use, summed)
+                kept, moved = self._kept(cut, rows, columns, use, summed)
+                parts[Sum.KEPT_GIB] = self.setting.saved_share * kept
+                if moved.any():
+                    parts[Sum.COPIES] = host_copy_seconds(2.0**30, self.setting.cluster) * moved
             return parts
 
         return self._table(("values", cut, use), sources, wants, made)
@@ -219,8 +226,16 @@ class CostTables:
         use: ValueUse,
         summed: NDArray[np.bool_],
     ) -> Floats:
-        """Return the saved bytes that reshards add; with `instead`, the bytes of the value itself are taken off."""
-        found = np.zeros((len(rows), len(columns)))
+        """Return the saved GiB that reshards add, on the device and on the host.
+
+        With `instead`, those of the value itself are taken off.
+        """
+        found = np.zeros((2, len(rows), len(columns)))
+
+        def add(i: int, j: int, layout: Sharding, times: float) -> None:
+            gib = self.ways.gib(cut, layout)
+            found[int(use.moved and gib * 2**30 >= LEAST_BYTES), i, j] += times * gib
+
         lives = use.sums is not None and use.sums.lives
         for i, row in enumerate(rows):
             for j, each in enumerate(columns):
@@ -228,11 +243,11 @@ class CostTables:
                     if want is None or want.value == row.value:
                         continue
                     if summed[i, j]:
-                        found[i, j] += self.ways.gib(cut, want) if lives or use.kept else 0.0
-                        found[i, j] -= self.ways.gib(cut, row) if lives else 0.0
+                        add(i, j, want, float(lives or use.kept))
+                        add(i, j, row, -float(lives))
                     elif use.kept:
-                        found[i, j] += self.ways.gib(cut, want)
-                        found[i, j] -= self.ways.gib(cut, row) if use.instead else 0.0
+                        add(i, j, want, 1.0)
+                        add(i, j, row, -float(use.instead))
         return found
 
     def _table(

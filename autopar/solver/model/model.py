@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.sharding.options import Recompute
+from autopar.sharding.layout.syntax import Recompute
 from autopar.solver import Floats, Ints
 from autopar.solver.model.cost_tables import CostTable, Parts
 from autopar.solver.model.objective import Sum

@@ -45,6 +45,10 @@ class Sum(IntEnum):
     BEGINNING_GIB = 12
     # The same at the largest product with a parameter behind all layers, less saved tensors freed by then.
     PRODUCT_GIB = 13
+    # Copies of offloaded layers to the host, as many back, and the computing of these layers beside them.
+    COPIES = 14
+    COPIES_FORWARD_ROOM = 15
+    COPIES_BACKWARD_ROOM = 16
 
 
 # The hinge of the host costs something if launching takes longer than running.
@@ -105,6 +109,9 @@ class Hinges:
             else:
                 base[once] += occupied
                 hinges.append(({key: (1 - occupied) * value for key, value in {**beside, once: 1.0}.items()}, 0.0))
+        if setting.trains and "offload" in setting.modes:
+            for room in (Sum.COPIES_FORWARD_ROOM, Sum.COPIES_BACKWARD_ROOM):
+                hinges.append(({Sum.COPIES: passes, room: -passes}, 0.0))
         constant = 0.0
         if setting.trains and any(tensor.requires_grad for tensor in setting.graph.parameters):
             constant = device.op_seconds + device.launch_seconds

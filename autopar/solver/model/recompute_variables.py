@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from types import MappingProxyType
 
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.options import Recompute
+from autopar.sharding.layout.syntax import Recompute
+from autopar.sharding.offload import offloaded
 from autopar.sharding.recompute import RecomputeRegion, layered, reading, recompute_regions, recomputed_ops
 
-__all__ = ["MODES", "STATES", "RecomputeModes", "layers_of"]
+__all__ = ["MODES", "STATES", "RecomputeModes", "layers_of", "mode_counts"]
 
-MODES: tuple[Recompute, ...] = ("selective", "full")
+MODES: tuple[Recompute, ...] = ("selective", "full", "offload")
 STATES: tuple[Recompute, ...] = ("none", *MODES)
 
 
 def layers_of(graph: NamedGraph) -> tuple[str, ...]:
     """Return the paths of all repeated layers."""
     return tuple(dict.fromkeys(path for repeat in graph.repeats for path in repeat.module_paths))
+
+
+@cache
+def mode_counts(layers: int, modes: int) -> list[tuple[int, ...]]:
+    """Return numbers of layers in each mode: all with the first three, and each of these with the fourth."""
+    pairs = [(some, full) for some, full in product(range(layers + 1), repeat=2) if some + full <= layers]
+    found: list[tuple[int, ...]] = [(layers - some - full, some, full) for some, full in pairs]
+    if modes == len(STATES):
+        found = [(*counts, 0) for counts in found]
+        for other, moved in product(range(modes - 1), range(1, layers + 1)):
+            counts = [0] * modes
+            counts[other], counts[-1] = layers - moved, moved
+            found.append(tuple(counts))
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -35,16 +53,26 @@ class RecomputeModes:
     # For each mode: values that recomputed ops read and that nothing else saves; of layers, within
     # one.
     entering: tuple[frozenset[str], ...] = (frozenset(),)
+    # For each op whose saved tensors may go to the host: if they do, for each mode of its layer; one entry if fixed.
+    moved: Mapping[str, tuple[bool, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    # Modes of open layers.
+    modes: tuple[Recompute, ...] = STATES[:1]
 
     @staticmethod
-    def of(graph: NamedGraph, settled: Mapping[str, Recompute], layers: Sequence[str], trains: bool) -> RecomputeModes:
+    def of(
+        graph: NamedGraph,
+        settled: Mapping[str, Recompute],
+        layers: Sequence[str],
+        trains: bool,
+        choices: Sequence[Recompute] = STATES,
+    ) -> RecomputeModes:
         if not trains:
             return RecomputeModes((), {}, {}, {})
         ops = graph.ops_of_layers
         whole = recompute_regions(graph, {**settled, **dict.fromkeys(layers, "full")})
         region_of = {op: region for region in whole for op in region.ops}
         found = tuple(path for path in layers if _stands_alone(ops[path], region_of))
-        modes = STATES if found else STATES[:1]
+        modes = tuple(choices) if found else STATES[:1]
         every = [recompute_regions(graph, {**settled, **dict.fromkeys(found, mode)}) for mode in modes]
         of_layer = {op: path for path in found for op in ops[path]}
         again = [recomputed_ops(graph, regions) for regions in every]
@@ -56,11 +84,23 @@ class RecomputeModes:
             {op: region.name for region in every[-1] for op in region.ops},
             flagged,
             tuple(_entering(graph, regions, own, of_layer) for regions, own in zip(every, again, strict=True)),
+            dict.fromkeys(offloaded(every[0]), (True,))
+            | {op: tuple(mode == "offload" for mode in modes) for op in of_layer},
+            modes,
         )
 
     def flags(self, op: str) -> tuple[bool, ...]:
         """Return whether an op is recomputed, for each mode of its layer; one entry if nothing is open."""
         return self.flagged.get(op, _NOT)
+
+    def moves(self, op: str, mode: int) -> bool:
+        """Return whether saved tensors of an op go to the host in a mode of its layer."""
+        return self.moved.get(op, (False,) * (mode + 1))[mode]
+
+    def shares_region(self, op: str, other: str) -> bool:
+        """Return whether two ops are in one layer whose mode is open or not `none`."""
+        own = self.regions.get(op)
+        return own is not None and own == self.regions.get(other)
 
     def is_kept_outside(self, maker: str, keepers: Iterable[str]) -> bool:
         """Return whether ops of other regions save a result: it lives then, although its op is recomputed."""

@@ -169,6 +169,7 @@ class ValueVariables(ModelBuilder):
         users = self.setting.users.get(tensor.name, ())
         wants = [self._wants(user, tensor.name) for user in users]
         if not self._is_shared(tensor.name):
+            self._add_beyond(maker, tensor, produced)
             for user, want in zip(users, wants, strict=True):
                 self._add_given(maker, tensor, produced, user, want)
             return
@@ -186,6 +187,7 @@ class ValueVariables(ModelBuilder):
             return self.tables.values(cut, produced, into, ValueUse(again[mode], share=share))
 
         self._add_pairs(maker, place, node, brought)
+        self._add_beyond(place, tensor, homes)
         for user, want in zip(users, wants, strict=True):
             self._add_given(place, tensor, homes, user, want)
 
@@ -197,10 +199,33 @@ class ValueVariables(ModelBuilder):
 
         def table(mode: int) -> CostTable:
             sums = None if self._is_shared(tensor.name) else self._partial_sums(user, tensor.name, mode)
-            use = ValueUse(again[mode], *self._kept_for(user, tensor.name, mode), share, sums)
+            moves = self.again.moves(user.name, mode)
+            use = ValueUse(again[mode], *self._kept_for(user, tensor.name, mode), share, sums, moves)
             return self.tables.values(cut, held, wants, use)
 
         self._add_pairs(place, self.place["op", user.name], user, table)
+
+    def _add_beyond(self, place: int, tensor: NamedTensor, held: Sequence[Sharding]) -> None:
+        """Add a value that another layer alone saves: on the device, or by the mode of that layer on the host."""
+        keeper = self._keeper_beyond(tensor.name)
+        if keeper is None:
+            return
+        flags = self.again.moved[keeper.name]
+        key = "beyond", self._cut(tensor), id(held), flags
+        if key not in self.known:
+            sums = np.zeros((len(Sum), len(flags), len(held)))
+            for mode, moves in enumerate(flags):
+                for i, layout in enumerate(held):
+                    self._add_kept(sums[:, mode, i], self._gib(tensor.name, layout), moves)
+            parts = parts_of(sums)
+            table = CostTable(parts, np.arange(len(flags)), np.arange(len(held)))
+            self.known[key] = table, {part: rows[0] for part, rows in parts.items()}
+        table, fixed = self.known[key]
+        if keeper.name in self.again.layers:
+            self.factors.append(Factor((self._mode(keeper), place), table))
+        else:
+            own = self.variables[place]
+            self.variables[place] = replace(own, parts=(*own.parts, fixed))
 
     def _kept_for(self, user: NamedNode, name: str, mode: int) -> tuple[bool, bool]:
         """Return whether an op saves the resharded value, and whether the value itself is saved for no other op."""
@@ -273,14 +298,16 @@ class ValueVariables(ModelBuilder):
         return any(bound_layout.allows_value(tensor, home) for home in found)
 
     def _home_parts(self, tensor: NamedTensor, homes: tuple[Sharding, ...], users: int, mode: int) -> Parts:
-        kept = self._lives(tensor.name, self.makers[tensor.name][0], mode)
+        maker = self.makers[tensor.name][0]
+        kept, leaves = self._counts(tensor.name, maker, mode), self._leaves(tensor.name, maker, mode)
         # A returned value lives until the step ends, also if nothing saves it.
         kept = kept or (tensor.name in self.handed and self.kept.roots[tensor.name] not in self.kept.keepers)
-        key = "home", self._cut(tensor), id(homes), users, tuple(self.handed.get(tensor.name, ())), kept
+        key = "home", self._cut(tensor), id(homes), users, tuple(self.handed.get(tensor.name, ())), kept, leaves
         if key not in self.known:
             sums = np.zeros((len(Sum), len(homes)))
             for i, home in enumerate(homes):
-                sums[Sum.KEPT_GIB, i] += self.setting.saved_share * self._gib(tensor.name, home) if kept else 0.0
+                if kept:
+                    self._add_kept(sums[:, i], self._gib(tensor.name, home), leaves)
                 if tensor.requires_grad and self.setting.trains and users > 1:
                     self._added(sums[:, i], tensor.name, home, users - 1)
                 self._handed_out(sums[:, i], tensor, home)

@@ -75,7 +75,8 @@ def _splice(search: LagrangianSearch, most_ends: int, most_priced: int) -> None:
     If several fit and none is better, the estimated time does not separate them; in a large model one that fits is
     enough.
     """
-    every = [*search.found.values(), *search.passed]
+    # Plans that break a contract, or do not fit on the host, have no time.
+    every = [one for one in (*search.found.values(), *search.passed) if math.isfinite(one.seconds)]
     fits = sorted((one for one in every if one.peak_gib <= search.limit_gib), key=by_seconds)
     if not fits or search.is_closed:
         return

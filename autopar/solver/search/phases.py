@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.syntax import Contract
-from autopar.sharding.options import Recompute
+from autopar.sharding.layout.syntax import Contract, Recompute
+from autopar.sharding.offload import offloaded
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver import Floats, Progress
@@ -54,7 +54,9 @@ class Incumbent:
         self.broken: LayoutError | None = None
         """The contract that the last plan broke which would have been the best."""
         self.is_broken = False
-        """True where the last plan broke a contract."""
+        """True where the last plan broke a contract, or left more on the host than fits."""
+        self.exceeds_host = False
+        """True where some plan left more on the host than fits."""
         self.plan: StepPlan | None = None
         self.costs: Costs | None = None
         self.origin = ""
@@ -79,6 +81,9 @@ class Incumbent:
             plan = self.setting.call.plan(plan)
         costs = self.setting.costs(plan)
         peak = costs.limited_bytes
+        if not costs.fits_host:
+            self.is_broken = self.exceeds_host = True
+            return costs
         if peak > self.limit:
             self.passed_seconds = min(self.passed_seconds, costs.step_seconds)
         is_best = peak <= self.limit and costs.step_seconds < self.seconds
@@ -141,8 +146,9 @@ class SearchPhases:
     def least_bytes(self) -> float:
         """Lower bound on a device's memory if only fixed layers are recomputed."""
         graph = self.setting.graph
-        again = recomputed_ops(graph, recompute_regions(graph, self.bound_layout.recompute))
-        return self.setting.kept.least_bytes(graph, again) / self.setting.ranks
+        regions = recompute_regions(graph, self.bound_layout.recompute)
+        left = recomputed_ops(graph, regions).union(offloaded(regions))
+        return self.setting.kept.least_bytes(graph, left) / self.setting.ranks
 
     @property
     def ends(self) -> float:
@@ -256,9 +262,18 @@ def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:
             if incumbent.plan is None and hint is not None:  # as the least that would do is found
                 search = work.search_keep_gathered(incumbent.limit / 2**30, work.deadline)
             bound = max(bound, search.bound)
+            if incumbent.exceeds_host:
+                # The model does not limit the memory of the host. The bound is that of the search with all modes.
+                search = without_offload(work).search_keep_gathered(incumbent.limit / 2**30, work.deadline)
     except OutOfTime:
         return SearchResult(search, bound, is_cut=True)
     return SearchResult(search, bound)
+
+
+def without_offload(work: SearchPhases) -> SearchPhases:
+    """Return the same search in which no layer is offloaded, unless the layout says so."""
+    setting = replace(work.setting, may_offload=False)
+    return replace(work, setting=setting, tables=CostTables(setting))
 
 
 def search_least_memory(work: SearchPhases, only_one: bool = False) -> None:
@@ -266,7 +281,7 @@ def search_least_memory(work: SearchPhases, only_one: bool = False) -> None:
 
     `only_one`: stop when a plan fits.
     """
-    for mode in reversed(STATES if work.layers else STATES[:1]):
+    for mode in reversed(work.setting.modes if work.layers else STATES[:1]):
         if only_one and work.incumbent.plan is not None:
             return
         model = work.model(is_limited=True, recompute=dict.fromkeys(work.layers, mode))
