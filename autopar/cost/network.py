@@ -30,9 +30,9 @@ from autopar.mesh import SubMesh
 from autopar.names import did_you_mean
 from autopar.sharding.level_sums import LevelSum
 
-# Collectives of messages between pairs of ranks, each with data of its own.
 # `StepKind.RING_PASS`, whose module loads torch.
 RING_PASS = "ring_pass"
+# Collectives of messages between pairs of ranks, each with data of its own.
 PAIRWISE = ("all_to_all", "gather", "scatter", "send", "halo_exchange")
 # Steps of a reshard that send nothing.
 LOCAL = ("slice", "keep_one", "pad")
