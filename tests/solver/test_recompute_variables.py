@@ -20,7 +20,7 @@ from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, Hinges, Sum
-from autopar.solver.model.recompute_variables import STATES, layers_of
+from autopar.solver.model.recompute_variables import layers_of
 from autopar.solver.search.elimination import Elimination
 from autopar.solver.search.splice import Splices, places_of
 from autopar.solver.setting import PlanningProblem
@@ -59,13 +59,13 @@ def test_a_mode_of_a_layer_takes_what_it_takes_where_it_is_settled(
     draw = random.Random(0)
     layers = layers_of(graph)
     own = [model.place["recompute", path] for path in layers]
-    for modes in product(STATES, repeat=len(layers)):
+    for modes in product(setting.modes, repeat=len(layers)):
         recompute = dict(zip(layers, modes, strict=True))
         settled = build(setting, BoundLayout(graph, Layout(()), AXES), regather=True, recompute=recompute)
         for _ in range(3):
             chosen = drawn(model, draw)
             for place, mode in zip(own, modes, strict=True):
-                chosen[place] = STATES.index(mode)
+                chosen[place] = setting.modes.index(mode)
             rest = [chosen[model.place[variable.kind, variable.name]] for variable in settled.variables]
             np.testing.assert_allclose(model.sums(chosen)[SPENT], settled.sums(rest)[SPENT], rtol=1e-12, atol=1e-18)
             plan, other = plan_of(model, chosen), plan_of(settled, rest)
