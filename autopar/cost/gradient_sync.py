@@ -94,7 +94,7 @@ def _parameter_bytes(graph: NamedGraph, plan: StepPlan) -> float:
 def _stored_bytes(graph: NamedGraph, plan: StepPlan) -> dict[str, float]:
     """Return the bytes of the largest shard of each trained parameter."""
     trained = [tensor for tensor in graph.parameters if tensor.requires_grad]
-    dtypes = {plan.options.precision.stored(tensor.dtype, tensor.frozen) for tensor in trained}
+    dtypes = {tensor.stored_dtype(plan.options.precision) for tensor in trained}
     itemsize = 8 if torch.float64 in dtypes else 4
     found = {}
     for tensor in trained:

@@ -43,7 +43,7 @@ def loading_costs(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Loadin
         if tensor.kind not in ("param", "buffer"):
             continue
         is_parameter = tensor.kind == "param"
-        dtype = plan.options.precision.stored(tensor.dtype, tensor.frozen) if is_parameter else tensor.dtype
+        dtype = tensor.stored_dtype(plan.options.precision)
         size = float(dtype.itemsize * prod(tensor.shape))
         stored = plan.assignment.stored[tensor.name] if is_parameter else None
         split = set() if stored is None else {axis for axes in stored.splits for axis in axes}

@@ -129,29 +129,26 @@ class TaskBuilder:
 
     def cast_bytes(self, name: str, stored: Sharding) -> float:
         """Return the bytes that casting a stored parameter to the dtype of the compute reads and writes."""
-        dtype = self.graph.tensors[name].dtype
-        return _cast_bytes(self._numel(name, stored), self._stored_dtype(name), dtype)
+        tensor = self.graph.tensors[name]
+        return _cast_bytes(self._numel(name, stored), tensor.stored_dtype(self.precision), tensor.dtype)
 
     def gradient_cast_bytes(self, name: str, used: Sharding, stored: Sharding, summed: bool) -> float:
         """Return the bytes of casting a gradient before it is reduced, and to the dtype of the stored parameter.
 
         With `summed` it is a sum over micro-batches.
         """
-        dtype = self.graph.tensors[name].dtype
-        made, reduced = sum_dtype(dtype) if summed else dtype, self.precision.reduced(dtype)
+        tensor = self.graph.tensors[name]
+        made, reduced = sum_dtype(tensor.dtype) if summed else tensor.dtype, self.precision.reduced(tensor.dtype)
         before = _cast_bytes(self._numel(name, used), made, reduced)
-        return before + _cast_bytes(self._numel(name, stored), reduced, self._stored_dtype(name))
+        return before + _cast_bytes(self._numel(name, stored), reduced, tensor.stored_dtype(self.precision))
 
     def optimizer_bytes(self, name: str, stored: Sharding, optimizer: str) -> float:
         """Return the bytes that the optimizer reads and writes for one parameter."""
-        dtype, states = self.graph.tensors[name].dtype, optimizer_of(optimizer).states
+        tensor, states = self.graph.tensors[name], optimizer_of(optimizer).states
         # Parameter and states are read and written, the gradient is read.
-        each = 3 * self._stored_dtype(name).itemsize + 2 * states * self.precision.state(dtype).itemsize
+        each = 3 * tensor.stored_dtype(self.precision).itemsize
+        each += 2 * states * self.precision.state(tensor.dtype).itemsize
         return self._numel(name, stored) * each
-
-    def _stored_dtype(self, name: str) -> torch.dtype:
-        tensor = self.graph.tensors[name]
-        return self.precision.stored(tensor.dtype, tensor.frozen)
 
     def _numel(self, name: str, sharding: Sharding) -> float:
         return local_bytes(self.graph, name, sharding, self.axes) / self.graph.tensors[name].dtype.itemsize

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from autopar.ir.exported import NodeOrigin
+from autopar.ir.precision import Precision
 from autopar.rules.notation import Rule
 
 
@@ -113,6 +114,10 @@ class NamedTensor:
         """Return the bytes stored for an element: of routed rows one is stored for all groups."""
         groups = prod(atom.size for atom in self.atoms[: self.routed])
         return self.dtype.itemsize / groups if self.routed and groups else self.dtype.itemsize
+
+    def stored_dtype(self, precision: Precision) -> torch.dtype:
+        """Return the dtype in which the tensor is stored: of a parameter, that which the precision gives."""
+        return precision.stored(self.dtype, self.frozen) if self.kind == "param" else self.dtype
 
     def __str__(self) -> str:
         return f"{self.name}[{' '.join(self.dims)}]"

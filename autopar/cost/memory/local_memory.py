@@ -21,7 +21,7 @@ from autopar.cost.compute.op_time import local_bytes, longest_of, share_of
 from autopar.cost.lowered_step import LoweredStep, Version
 from autopar.ir.analysis.op_memory import Footprint, fake_input, measure
 from autopar.ir.graph import NamedGraph
-from autopar.ir.values import NamedNode, NamedTensor
+from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.ops.folded import FOLDED_ATTENTION
@@ -301,10 +301,6 @@ class LiveState:
     def _bytes_in(self, version: Version, dtype: torch.dtype) -> float:
         """Return the bytes of a version in another dtype than that of the compute."""
         return self._bytes(version) / self.graph.tensors[version[0]].dtype.itemsize * dtype.itemsize
-
-    def _stored_dtype(self, tensor: NamedTensor) -> torch.dtype:
-        """Return the dtype in which a parameter is stored."""
-        return self.precision.stored(tensor.dtype, tensor.frozen)
 
     def _before(self, node: NamedNode) -> tuple[InsertedReshard, ...]:
         """Return the reshards before an op, also those that an op of another stage needs first."""

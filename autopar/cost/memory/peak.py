@@ -198,10 +198,8 @@ def _optimizer_bytes(step: LoweredStep, optimizer: Optimizer) -> tuple[float, fl
                 # One number for each row and each column of the last two dims; a vector is stored whole.
                 factors = prod(shape[:-1]) + prod(shape[:-2]) * shape[-1] if len(shape) > 1 else count
                 states += factors * itemsize
-            temporary = (
-                optimizer.temporaries * count * plan.options.precision.stored(tensor.dtype, tensor.frozen).itemsize
-            )
-            largest = max(largest, temporary)
+            kind = tensor.stored_dtype(plan.options.precision)
+            largest = max(largest, optimizer.temporaries * count * kind.itemsize)
     return states, largest
 
 

@@ -35,7 +35,7 @@ class ForwardMemory(LiveState):
             values, stored = self.plan.assignment.values[tensor.name], self.plan.assignment.stored[tensor.name]
             # The step keeps a copy of parameters that stay gathered, or that are not gathered and compute in another
             # dtype than stored: autograd saves it.
-            if stays or (values.splits == stored.splits and self._stored_dtype(tensor) != tensor.dtype):
+            if stays or (values.splits == stored.splits and tensor.stored_dtype(self.precision) != tensor.dtype):
                 self.copied[tensor.name] = self.storages.new(self._bytes((tensor.name, values)))
         if self.graph.exported.grad_enabled:
             # Buffers of summed gradients are allocated once and live from step to step.
@@ -67,7 +67,7 @@ class ForwardMemory(LiveState):
             reshard = self.reshard_plan.inputs.get(name)
             version = name, self.plan.assignment.stored[name] if reshard is None else reshard.source
             # Parameters are stored in the dtype that the optimizer updates.
-            dtype = self._stored_dtype(tensor) if tensor.kind == "param" else tensor.dtype
+            dtype = tensor.stored_dtype(self.precision)
             self.values[version] = self.storages.new(self._bytes_in(version, dtype) * self._times(name))
             self.inputs[version] = self.storages.take(self.values[version])
             if reshard is not None:
@@ -326,7 +326,7 @@ class StepMemory(ForwardMemory):
     def _cast_gradient(self, tensor: NamedTensor) -> None:
         """Replace the gradient of a parameter by one in the dtype in which the parameter is stored."""
         version = tensor.name, self.plan.assignment.stored[tensor.name]
-        size = self._bytes_in(version, self._stored_dtype(tensor))
+        size = self._bytes_in(version, tensor.stored_dtype(self.precision))
         found = self.gradients.get(version)
         if found is not None and not self.accumulates and self.storages.sizes[found] != size:
             self.gradients[version] = self.storages.new(size)

@@ -103,7 +103,7 @@ def _tensor(plan: PlanRecord, tensor: NamedTensor) -> TensorFacts:
     stored = reduced = None
     if tensor.kind == "param":
         precision = plan.decided.options.precision
-        stored = precision.stored(tensor.dtype, tensor.frozen)
+        stored = tensor.stored_dtype(precision)
         reduced = None if tensor.frozen else precision.reduced(tensor.dtype)
     stage = stage_of(plan, tensor)
     return TensorFacts(tensor, layout, used, gather, tuple(_lines(plan, tensor)), stored, reduced, stage)

@@ -41,10 +41,8 @@ class TensorCut(NamedTuple):
     def of(cls, tensor: NamedTensor, setting: PlanningProblem) -> TensorCut:
         atoms = atoms_of(tensor)
         dtype, precision = tensor.dtype, setting.options.precision
-        trained, is_param = tensor.requires_grad and setting.trains, tensor.kind == "param"
-        reduced = stored = dtype
-        if is_param:
-            reduced, stored = precision.reduced(dtype), precision.stored(dtype, tensor.frozen)
+        trained, stored = tensor.requires_grad and setting.trains, tensor.stored_dtype(precision)
+        reduced = precision.reduced(dtype) if tensor.kind == "param" else dtype
         casts = len({dtype, reduced, stored}) > 1
         return cls(atoms.sizes, tensor.element_bytes, trained, reduced.itemsize, casts, atoms.by_share, atoms.roles)
 

@@ -128,10 +128,11 @@ class StorageVariables(ModelBuilder):
             sums[Sum.STEP_GIB] += inputs
             return
         precision, numel = options.precision, size / tensor.dtype.itemsize
-        held = numel * precision.stored(tensor.dtype, tensor.frozen).itemsize
+        stored = tensor.stored_dtype(precision)
+        held = numel * stored.itemsize
         if tensor.requires_grad and self.setting.trains:
             held += numel * precision.state(tensor.dtype).itemsize * self.optimizer.states
-            kind = sum_dtype(tensor.dtype) if self._accumulates() else precision.stored(tensor.dtype, tensor.frozen)
+            kind = sum_dtype(tensor.dtype) if self._accumulates() else stored
             gradient = kind.itemsize / tensor.dtype.itemsize
             stays = self._accumulates() or not any(one.layout.splits)  # sums have a buffer of their own
             sums[Sum.KEPT_GIB] += size * gradient if stays else 0.0
