@@ -97,6 +97,8 @@ class HostStorages:
             return
         for one in (layer, self.before.get(layer, layer)):
             moved = self.saved.pop(one, [])
+            if not moved:
+                continue  # they are back already
             for storage in dict.fromkeys(each.storage for each in moved):
                 if storage not in self.on_device:
                     self.on_device[storage] = self.storages.new(self.storages.sizes[storage])

@@ -80,18 +80,15 @@ class OffloadedOps(nn.Module):
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():
             return self.body(*inputs)  # type: ignore[no-any-return]
+        # Also after a call that failed.
         if self.is_first or self.copies.running is None:
             self.copies.begin()
         call = self.copies.running
         assert call is not None, "a layer has begun"
         staying = [one for one, stays in zip(inputs, self.stays, strict=True) if stays and isinstance(one, Tensor)]
         call.staying = {one.untyped_storage()._cdata for one in staying if one.layout is torch.strided}
-        try:
-            with saved_tensors_hooks(call.save, _restored):
-                results: tuple[Any, ...] = self.body(*inputs)
-        except BaseException:
-            self.copies.running = None
-            raise
+        with saved_tensors_hooks(call.save, _restored):
+            results: tuple[Any, ...] = self.body(*inputs)
         if self.is_last:
             self.copies.end()
         return results
@@ -105,6 +102,7 @@ class _HostStorage:
     # A weak reference to the storage: no other one gets its address.
     key: StorageWeakRef
     host: Tensor
+    device: torch.device
     # Result of an op, and its version when it was saved; None when it has left the device.
     source: Tensor | None
     version: int
@@ -124,7 +122,7 @@ class _HostStorage:
         count = storage.nbytes()
         pinned = stream is not None
         host = torch.empty(count, dtype=torch.uint8, pin_memory=True) if pinned else simulated_host_memory(count)
-        made = _HostStorage(copies, StorageWeakRef(storage), host, source, tensor._version)  # type: ignore[no-untyped-call]
+        made = _HostStorage(copies, StorageWeakRef(storage), host, device, source, tensor._version)  # type: ignore[no-untyped-call]
         made.sent = _copy(whole, host, whole, stream)
         return made
 
@@ -132,25 +130,25 @@ class _HostStorage:
         """Free the tensor on the device when its copy has arrived."""
         if self.source is not None:
             self._check_version()
-            _wait_for(self.sent, self.source.device)
+            _wait_for(self.sent, self.device)
             self.source = None
 
-    def come_back(self, device: torch.device) -> None:
+    def come_back(self) -> None:
         """Start the copy to the device, if the tensor is not there."""
         if self.source is None and self.device_copy is None:
-            self.device_copy = torch.empty(self.host.numel(), dtype=torch.uint8, device=device)
-            stream = self.copies.stream(device)
+            self.device_copy = torch.empty(self.host.numel(), dtype=torch.uint8, device=self.device)
+            stream = self.copies.stream(self.device)
             self.arrived = _copy(self.host, self.device_copy, self.device_copy, stream)
 
-    def bytes_on(self, device: torch.device) -> Tensor:
+    def on_device(self) -> Tensor:
         """Return the bytes on the device."""
         if self.source is not None:
             self._check_version()
             return self.source
-        self.come_back(device)
+        self.come_back()
         assert self.device_copy is not None, "it comes back"
         if self.arrived is not None:
-            _wait_for(self.arrived, device)
+            _wait_for(self.arrived, self.device)
             self.arrived = None
         return self.device_copy
 
@@ -170,7 +168,6 @@ class _SavedView:
     call: _LayerCall
     storage: _HostStorage
     dtype: torch.dtype
-    device: torch.device
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -182,7 +179,6 @@ class _LayerCall:
 
     copies: HostCopies
     moved: list[weakref.ref[_HostStorage]] = field(default_factory=list)
-    devices: list[torch.device] = field(default_factory=list)
     # Addresses of storages that are not moved.
     staying: set[int] = field(default_factory=set)
     before: weakref.ref[_LayerCall] | None = None
@@ -200,9 +196,8 @@ class _LayerCall:
             found = self.copies.known[key] = _HostStorage.of(self.copies, tensor)
         if not any(one() is found for one in self.moved):
             self.moved.append(weakref.ref(found))
-            self.devices.append(tensor.device)
         place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return _SavedView(self, found, tensor.dtype, tensor.device, *place)
+        return _SavedView(self, found, tensor.dtype, *place)
 
     def leave(self, following: _LayerCall) -> None:
         """Free what is on the device, but for what the following layer has saved as well."""
@@ -220,18 +215,18 @@ class _LayerCall:
         before = self.before() if self.before is not None else None
         for call in (self, before):
             if call is not None:
-                for reference, device in zip(call.moved, call.devices, strict=True):
+                for reference in call.moved:
                     one = reference()
                     if one is not None:
-                        one.come_back(device)
+                        one.come_back()
 
 
 def _restored(saved: Tensor | _SavedView) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     saved.call.begin_backward()
-    whole = saved.storage.bytes_on(saved.device)
-    view = torch.empty(0, dtype=saved.dtype, device=saved.device)
+    whole = saved.storage.on_device()
+    view = torch.empty(0, dtype=saved.dtype, device=whole.device)
     return view.set_(whole.untyped_storage(), saved.offset, saved.size, saved.stride)
 
 
