@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from autopar.lowering.collectives.process_groups import join_local_group
-from benchmarks.step import HEAD, SIZES, Comparison, compare_models, line
+from benchmarks.step import HEAD, SIZES, Comparison, compare_models, conclude, line
 from examples.lora_llama import lora_llama
 
 FSDP = "batch -> fsdp; * -> none; param, grad, opt { * -> fsdp | none }"
@@ -100,10 +100,7 @@ def main() -> None:
         given: Any = (arguments.ranks, arguments, folder)
         spawn(run_rank, args=given, nprocs=arguments.ranks)  # type: ignore[no-untyped-call]
         rows = json.loads(Path(folder, "rows").read_text())
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n")
-    worst = max((row["loss_difference"] for row in rows), default=0.0)
-    print(f"largest relative difference between our loss and the peer's: {worst:.1e}")
+    conclude(rows, arguments.json)
 
 
 if __name__ == "__main__":

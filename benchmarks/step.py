@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -355,8 +355,13 @@ def main() -> None:
             found = Path(folder, "rows")
             if found.exists():
                 rows.extend(json.loads(line) for line in found.read_text().splitlines())
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n")
+    conclude(rows, arguments.json)
+
+
+def conclude(rows: Sequence[Mapping[str, Any]], file: str | None) -> None:
+    """Write the rows to a file, if one is given, and print the largest difference of the losses."""
+    if file:
+        Path(file).write_text(json.dumps(rows, indent=1) + "\n")
     worst = max((row["loss_difference"] for row in rows), default=0.0)
     print(f"largest relative difference between our loss and the peer's: {worst:.1e}")
 

@@ -291,7 +291,7 @@ class ShapeSearch:
     def _costs(self, shape: Shape, plan: StepPlan, known: ModelCosts | None) -> ModelCosts:
         """Return the costs of the segments under a plan of the short graph, given those on other ranks or none."""
         micro = MicroBatches(shape.count, BATCH) if shape.count > 1 else None
-        like = known if known is None or known.like is None else known.like
+        like = known and (known.like or known)
         plan = on_axes(plan, shape.axes, micro)
         found = model_costs(self.short, plan, self.cluster, self._some_micro, self._modes, like)
         key, seconds = (shape.model, shape.rows), float(found.seconds[0].sum())
