@@ -253,9 +253,7 @@ def _costs(
 ) -> Costs:
     count = lowered.plan.options.micro_batches
     flops = count * model_flops
-    # The peak is that of the dtype of most parameters.
-    dtypes = Counter(tensor.dtype for tensor in lowered.graph.parameters)
-    dtype = max(dtypes, key=dtypes.__getitem__, default=torch.float32)
+    dtype = dtype_of_most(lowered.graph)
     every = devices_of(cluster, lowered.plan.mesh, lowered.plan.options.links)
     ranks, devices = Counter(part for part, _ in every), dict(every)
     peak = sum(number * peak_of(devices[part], dtype) for part, number in ranks.items())
@@ -273,6 +271,12 @@ def _costs(
         host_limit_bytes=cluster.device.host_memory_bytes or math.inf,
         memory_fraction=memory_fraction,
     )
+
+
+def dtype_of_most(graph: NamedGraph) -> torch.dtype:
+    """Return the dtype of most parameters, whose peak the FLOPs of a step are compared with."""
+    dtypes = Counter(tensor.dtype for tensor in graph.parameters)
+    return max(dtypes, key=dtypes.__getitem__, default=torch.float32)
 
 
 class PricedPart(NamedTuple):

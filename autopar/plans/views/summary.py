@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 
 from autopar.cost.compute.rates import rate_notes
+from autopar.cost.plausible import doubts
 from autopar.errors import AutoparError
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.ir.graph import count_text
@@ -76,6 +77,8 @@ def _head(plan: PlanRecord) -> list[str]:
     lines += shares_notes(plan)
     for rate in rate_notes(plan.graph, plan.cluster.device):
         lines.append(f"  note    the device has no rate for a dtype of the model: priced {rate}")
+    for doubt in doubts(plan.graph, plan.costs, plan.cluster.device, plan.decided.options.precision):
+        lines.append(f"  note    {doubt}")
     split = _split_groups(plan)
     if split:
         busiest = f"assumed {ROUTING_IMBALANCE} times the mean on the busiest rank"
