@@ -107,6 +107,11 @@ CLUSTERS: Mapping[str, Mapping[str, str]] = {
     "H200": {"infiniband": "h200", "efa": "h200-efa"},
     "B200": {"infiniband": "b200", "efa": "b200-efa"},
     "GB200": {"infiniband": "gb200"},
+    "B300": {"infiniband": "b300"},
+    "GB300": {"infiniband": "gb300"},
+    "MI300X": {"infiniband": "mi300x"},
+    "MI355X": {"infiniband": "mi355x"},
+    "L40S": {"infiniband": "l40s"},
 }
 
 # In the order of the search: what the words of a network say it is.
@@ -116,7 +121,7 @@ NETWORKS: tuple[tuple[str, str], ...] = (
     (r"TCPX|A3 ?High", "tcpx"),
     (r"RoCE|Ethernet", "roce"),
     (r"Slingshot|CXI", "slingshot"),
-    (r"\bIB\b|InfiniBand|NDR|HDR|EDR|RDMA|NVL|\bDGX|^$", "infiniband"),
+    (r"\bIB\b|InfiniBand|NDR|HDR|EDR|RDMA|NVL|xGMI|PCIe|\bDGX|^$", "infiniband"),
 )
 _LINKS = re.compile(r"(\d+)\s*x\s*(?:NDR|HDR)?\s*(\d+)\s*Gb", re.IGNORECASE)
 _NDR = re.compile(r"(\d+)\s*x\s*(?:NDR|HDR)\s*(\d+)", re.IGNORECASE)

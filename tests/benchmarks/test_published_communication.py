@@ -56,6 +56,8 @@ def test_prices_agree_with_measurements(tmp_path: Path) -> None:
         ("A100", "HDR IB 8x200Gb", "a100-80", 8, 25),
         ("A100", "RoCE 8x100Gb", "a100-80", 8, 12.5),
         ("GB200", "NVL72 + IB", "gb200", 72, 50),
+        ("GB300", "NVL72 + IB", "gb300", 72, 100),
+        ("MI300X", "xGMI", "mi300x", 8, 50),
     ],
 )
 def test_clusters_of_rows(device: str, network: str, cluster: str, ports: int, gigabytes: float) -> None:
@@ -68,11 +70,18 @@ def test_clusters_of_rows(device: str, network: str, cluster: str, ports: int, g
 
 
 def test_what_autopar_has_no_cluster_for_is_left_out(tmp_path: Path) -> None:
-    assert cluster_of("MI300X", "") is None
+    assert cluster_of("MI250X", "") is None
     path = tmp_path / "micro_nccl_sweeps.csv"
-    path.write_text(SWEEP + "x,MI300X,1,8,xGMI,all_reduce,1073741824,float,6000\n")
+    path.write_text(SWEEP + "x,MI250X,1,8,xGMI,all_reduce,1073741824,float,6000\n")
     whole = tables([path])[0]
     assert (whole.rows, whole.left_out, whole.large_error) == (1, 1, None)
+
+
+@pytest.mark.parametrize(("ranks", "measured"), [(2, 47.671), (8, 312.912)])
+def test_pairs_of_devices_without_a_switch_have_a_link_each(ranks: int, measured: float) -> None:
+    row = {"gpu": "MI300X", "gpus": str(ranks), "collective": "all_reduce", "algo": "", "size": "4GiB"}
+    (one,) = BY_NAME["micro_collective_plateau"]([row | {"busbw_GB_s": str(measured)}])
+    assert predicted_seconds(one) == pytest.approx(one.seconds, rel=0.05)
 
 
 def test_bus_bandwidth_is_turned_back_into_time() -> None:
