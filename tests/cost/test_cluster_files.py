@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cost.hardware.cluster import Cluster, cluster_names, load_cluster
-from autopar.cost.hardware.describe import standalone
+from autopar.cost.hardware.describe import describe, standalone
 from autopar.cost.hardware.toml_reader import COUNT, measure_of, parse_quantity
 from autopar.errors import ClusterError
 
@@ -209,6 +209,18 @@ def test_every_shipped_number_has_a_source_with_a_date(shipped: Cluster) -> None
         assert source.text, name
         assert len(source.date) == len("2026-01-31"), name
         assert "TODO" not in source.text, name
+
+
+def test_every_shipped_cluster_says_what_checks_it(shipped: Cluster) -> None:
+    assert shipped.checked
+    assert f"checked   by {shipped.checked}" in describe(shipped)
+
+
+def test_a_cluster_of_a_user_need_not_say_what_checks_it(tmp_path: Path) -> None:
+    text = Path("cost_models/h200-efa.toml").read_text(encoding="utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text("\n".join(line for line in text.splitlines() if not line.startswith("checked")), encoding="utf-8")
+    assert "checked   by nothing that the file names" in describe(load_cluster(path))
 
 
 def test_a_shipped_cluster_as_one_file_is_the_same(shipped: Cluster, tmp_path: Path) -> None:

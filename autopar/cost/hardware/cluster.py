@@ -30,7 +30,7 @@ from autopar.names import did_you_mean
 MEMORY_TOLERANCE = 0.15
 # Folders of the shared files, and the keys of a cluster's own file.
 FOLDERS = {"device": "devices", "library": "libraries"}
-KEYS = ("name", "description", "device", "library", "level", "part", "sources")
+KEYS = ("name", "description", "checked", "device", "library", "level", "part", "sources")
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,8 @@ class Cluster:
     uncited: tuple[str, ...] = field(default=(), metadata={"key": False})
     # None: all steps take equally long.
     jitter: Jitter | None = None
+    # Measurements that prices on this cluster are compared with; empty for a file of a user.
+    checked: str = ""
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -251,7 +253,7 @@ def _load(path: Path, stamp: int) -> Cluster:
     del table["device"], table["library"]
     described = table.pop("part", [])
     for key in table:
-        if key not in ("name", "description", "level", "jitter"):
+        if key not in ("name", "description", "checked", "level", "jitter"):
             hint = did_you_mean(key, KEYS)
             document.fail((key,), f"unknown key '{key}'{hint}", f"the keys are {', '.join(KEYS)}")
     own = document.read(_OwnTables, (), table)
@@ -263,7 +265,8 @@ def _load(path: Path, stamp: int) -> Cluster:
         uncited += [f"part.{i}.device.{quantity}" for quantity in shared.uncited]
     cited = MappingProxyType(sources)
     missing = (*uncited, *document.uncited)
-    return Cluster(own.name, own.description, device, own.level, library, parts, cited, missing, jitter=own.jitter)
+    tables = (own.name, own.description, device, own.level, library, parts, cited, missing)
+    return Cluster(*tables, jitter=own.jitter, checked=own.checked)
 
 
 @dataclass(frozen=True)
@@ -274,6 +277,7 @@ class _OwnTables:
     description: str
     level: tuple[TopologyLevel, ...]
     jitter: Jitter | None = None
+    checked: str = ""
 
 
 def shared_path(key: str, name: str) -> Path:

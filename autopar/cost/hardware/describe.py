@@ -51,6 +51,7 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
     return {
         "name": cluster.name,
         "description": cluster.description,
+        "checked": cluster.checked or None,
         "device": {
             "name": device.name,
             "memory_bytes": device.memory_bytes,
@@ -97,6 +98,7 @@ def describe(cluster: Cluster) -> str:
         *(f"  {'':9} {part.name}, links of {level.name}: {_links(level)}" for part, level in _part_levels(cluster)),
         *(f"  {'links' if i == 0 else '':9} {_level(cluster, i)}" for i in range(len(cluster.level))),
         f"  library   {cluster.library.name}: {', '.join(algorithms)}",
+        f"  checked   by {cluster.checked or 'nothing that the file names'}",
         "",
         *_prices(cluster),
         "",
