@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from autopar.lowering.collectives.process_groups import join_local_group
-from benchmarks.step import HEAD, SIZES, Comparison, compare_models, conclude, line
+from benchmarks.step import HEAD, OPTIMIZERS, SIZES, Comparison, compare_models, conclude, line
 from examples.lora_llama import lora_llama
 
 FSDP = "batch -> fsdp; * -> none; param, grad, opt { * -> fsdp | none }"
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--peft", action="store_true", help="the adapters of the library peft")
     parser.add_argument("--full", action="store_true", help="all weights are trained, adapters too")
     parser.add_argument("--steps", type=int, help="timed steps of each")
-    parser.add_argument("--optimizer", choices=["none", "sgd", "adamw"], default="none")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="none")
     parser.add_argument("--compiled", action="store_true", help="both under torch.compile")
     parser.add_argument("--json", help="write the rows to this file")
     arguments = parser.parse_args()

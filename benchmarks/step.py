@@ -6,10 +6,11 @@
     python -m benchmarks.step --hf                   # models of transformers on one rank, beside the plain model
     python -m benchmarks.step --moe                  # experts on ranks of their own, beside experts that are gathered
 
-A step is: gradients dropped, forward, backward (and `--optimizer` step). Ours and the peer take turns step by step, so
-that a machine that drifts drifts for both; a step takes as long as its slowest rank. The ratio is that of the medians;
-the noise beside it is the ratio of the peer's median over one half of its steps to that over the other half. What is
-sent is counted where torch hands collectives to the process group, for ours and for the peer alike.
+A step is: gradients dropped, forward, backward and the step of AdamW (`--optimizer none` leaves it out). Ours and the
+peer take turns step by step, so that a machine that drifts drifts for both; a step takes as long as its slowest rank.
+The ratio is that of the medians; the noise beside it is the ratio of the peer's median over one half of its steps to
+that over the other half. What is sent is counted where torch hands collectives to the process group, for ours and for
+the peer alike.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 STEPS = {"host": 400, "small": 100, "25M": 24}
 WARM_UP = 4
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
+    "none": None,
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
+}
 
 
 @dataclass(frozen=True)
@@ -61,12 +68,12 @@ class Comparison:
 
 COMPARISONS = (
     Comparison("one rank", "ddp", "dp", "plain", 1.03, "the plain model"),
-    Comparison("ddp", "ddp", "dp", "ddp", 1.05, "DistributedDataParallel"),
-    Comparison("fsdp", "fsdp", "fsdp", "fsdp", 0.90, "fully_shard, gathered once"),
-    Comparison("fsdp again", "fsdp", "fsdp", "fsdp_again", 0.90, "fully_shard, gathered again"),
-    Comparison("megatron", "megatron", "tp", "megatron", 1.00, "parallelize_module"),
+    Comparison("ddp", "ddp", "dp", "ddp", 1.03, "DistributedDataParallel"),
+    Comparison("fsdp", "fsdp", "fsdp", "fsdp", 0.85, "fully_shard, gathered once"),
+    Comparison("fsdp again", "fsdp", "fsdp", "fsdp_again", 0.85, "fully_shard, gathered again"),
+    Comparison("megatron", "megatron", "tp", "megatron", 0.95, "parallelize_module"),
 )
-COMPILED_TARGET = 1.05
+COMPILED_TARGET = 1.02
 HF_COMPILED_TARGET = 1.03
 HF = ("llama", "gpt2", "mistral", "qwen3")
 HF_COMPARISON = Comparison("one rank", "ddp", "dp", "plain", 1.05, "the plain model")
@@ -168,11 +175,8 @@ def _bytes(value: Any) -> int:
 
 def stepper(peer: Peer, optimizer: str, compiled: bool) -> Callable[[], Tensor]:
     model: Any = torch.compile(peer.model) if compiled else peer.model
-    kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
-        "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
-    }
-    optimise = kinds[optimizer](peer.model.parameters()) if optimizer != "none" else None
+    make = OPTIMIZERS[optimizer]
+    optimise = None if make is None else make(peer.model.parameters())
     parameters = list(peer.model.parameters())
 
     def step() -> Tensor:
@@ -337,7 +341,7 @@ def main() -> None:
     parser.add_argument("--size", action="append", choices=list(SIZES), help="may be repeated")
     parser.add_argument("--ranks", action="append", type=int, help="may be repeated; by default 1, 2 and 4")
     parser.add_argument("--steps", type=int, help="timed steps of each; by default " + str(STEPS))
-    parser.add_argument("--optimizer", choices=["none", "sgd", "adamw"], default="none")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
     parser.add_argument("--compiled", action="store_true", help="both under torch.compile")
     parser.add_argument("--hf", action="store_true", help="models of transformers on one rank: " + ", ".join(HF))
     parser.add_argument("--moe", action="store_true", help="mixtures of experts on 4 ranks: " + ", ".join(MOE))

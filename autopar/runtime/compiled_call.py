@@ -30,6 +30,7 @@ from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import GradientSync, waited
 from autopar.lowering.passes.compile_layers import compile_layers
 from autopar.runtime.activity import Activity, activity_of
+from autopar.runtime.local_step import step_locally
 from autopar.runtime.module_shell import owner_of
 from autopar.runtime.shards import LocalShard, ShardOwner, number_of_shards
 from autopar.sharding.assignment import Assignment
@@ -328,6 +329,7 @@ class LocalParameters:
             own = [parameter._spec for parameter in parameters]
             if not _same(own, self._own):
                 self._own, self._copies = own, [copy(spec) for spec in own]
+            step_locally(parameters)
             self._given, self._compiled = given, compiled
             self._shards = _Locals.apply(self._finish, compiled, self._copies, *parameters)  # type: ignore[no-untyped-call]
         return self._shards

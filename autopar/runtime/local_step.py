@@ -1,0 +1,239 @@
+"""Run the step of an elementwise optimizer on this rank's shards, in place of DTensors.
+
+Torch decides for each op on DTensors how to run it, which takes longer than the arithmetic of a small parameter: a step
+of AdamW takes 2.4 times the time of one on plain tensors. Where each element of a parameter is updated from the same
+element of its gradient and its states, a step on the shards gives the same numbers.
+
+The optimizer itself never changes: a hook passes to its step a *stand-in*, an optimizer of the same class with local
+tensors as parameters and states. They share memory, so updates need no copy. A hook after the step puts new states into
+the optimizer as DTensors. So checkpoints, schedulers, norms and other hooks see DTensors, and a step that raises leaves
+the optimizer as it was.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.errors import AutoparError
+
+__all__ = ["ELEMENTWISE", "step_locally"]
+
+# Exact classes: a subclass may compute anything. Adafactor, Muon and LBFGS compute across elements.
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+# Torch keeps this hook for the whole process, so it is registered once.
+_HOOKS: list[Any] = []
+# The key of our hooks among those of one optimizer, which numbers its own.
+_KEY: Any = "autopar"
+# The attribute of parameters of parallel modules; other DTensors are not ours to change. No weak references: torch
+# does not convert a parameter that has one.
+_MARK = "_autopar_parameter"
+
+
+def step_locally(parameters: Iterable[Tensor]) -> None:
+    """Let elementwise optimizers update the shards of these DTensors, without DTensor's dispatch."""
+    for parameter in parameters:
+        setattr(parameter, _MARK, True)
+    if not _HOOKS:
+        _HOOKS.append(register_optimizer_step_pre_hook(_install))
+
+
+def _install(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Put our hooks next to the step: other hooks before and after it may replace gradients and read states."""
+    if type(optimizer) not in ELEMENTWISE:
+        return
+    before: Any = optimizer._optimizer_step_pre_hooks
+    after: Any = optimizer._optimizer_step_post_hooks
+    before.pop(_KEY, None)
+    before[_KEY] = _begin
+    after[_KEY] = _end
+    after.move_to_end(_KEY, last=False)
+
+
+def _begin(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of the step with a stand-in for the optimizer; None to run the step as it is."""
+    # Dynamo traces a compiled step through DTensors: nothing is dispatched when it runs.
+    return None if torch.compiler.is_compiling() else _begin_untraced(optimizer, args, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin_untraced(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    stand_in = _stand_in(optimizer)
+    if stand_in is None:
+        return None
+    shards: list[_Shard] = stand_in.__dict__[_KEY]
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        _take_gradients(shards)
+        return (stand_in, *args[1:]), kwargs
+    # The closure computes gradients within the step.
+    return (stand_in,), {"closure": partial(_run, closure, shards)}
+
+
+def _run(closure: Callable[[], Any], shards: Iterable[_Shard]) -> Any:
+    loss = closure()
+    _take_gradients(shards)
+    return loss
+
+
+def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Store the states that a stand-in has made, as DTensors in the optimizer."""
+    stand_in = args[0]
+    if stand_in is not optimizer and _KEY in stand_in.__dict__:
+        _end_untraced(optimizer, stand_in)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _end_untraced(optimizer: Optimizer, stand_in: Optimizer) -> None:
+    shards: list[_Shard] = stand_in.__dict__.pop(_KEY)
+    for shard in shards:
+        shard.give_back(optimizer.state, stand_in.state.pop(shard.local, {}))
+    # The rest are plain parameters.
+    optimizer.state.update(stand_in.state)
+    kept = {"state", "param_groups"}
+    optimizer.__dict__.update({name: value for name, value in stand_in.__dict__.items() if name not in kept})
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A parameter, its shard as a plain tensor, and the shards of its states."""
+
+    parameter: DTensor
+    local: Tensor
+    states: dict[str, Any]
+
+    def give_back(self, states: dict[Tensor, dict[str, Any]], local: dict[str, Any]) -> None:
+        """Store the states of the shard as those of the parameter."""
+        for name, value in local.items():
+            if name not in self.states or self.states[name] is not value:
+                states[self.parameter][name] = self._whole(value)
+
+    def _whole(self, value: Any) -> Any:
+        """Return a new state as a DTensor if it has an element for each of the parameter's."""
+        if not isinstance(value, Tensor) or value.shape != self.local.shape:
+            return value
+        local = value.view(self.parameter._local_tensor.shape)
+        return DTensor.from_local(
+            local,
+            self.parameter.device_mesh,
+            self.parameter.placements,
+            run_check=False,
+            shape=self.parameter.shape,
+            stride=self.parameter.stride(),
+        )
+
+
+def _stand_in(optimizer: Optimizer) -> Optimizer | None:
+    """Return an optimizer of the same class on shards; None if it has no parameter of ours, or DTensors of others."""
+    shards: list[_Shard] = []
+    groups = []
+    states = {}
+    for group in optimizer.param_groups:
+        parameters = []
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if not isinstance(parameter, DTensor):
+                if state is not None:
+                    states[parameter] = state
+                parameters.append(parameter)
+                continue
+            shard = _shard(parameter, state or {})
+            if shard is None or group.get("differentiable"):
+                return None
+            shards.append(shard)
+            parameters.append(shard.local)
+            if state:
+                states[shard.local] = dict(shard.states)
+        groups.append({**group, "params": parameters})
+    if not shards:
+        return None
+    made: Optimizer = object.__new__(type(optimizer))
+    # What torch.amp sets for the time of a step is there too.
+    made.__dict__.update(optimizer.__dict__)
+    made.param_groups = groups
+    made.state = defaultdict(dict, states)
+    made.__dict__[_KEY] = shards
+    return made
+
+
+def _shard(parameter: DTensor, state: dict[str, Any]) -> _Shard | None:
+    """Return the shard of a parameter; None if it is not ours, or a state is not split as the parameter."""
+    if not hasattr(parameter, _MARK):
+        return None
+    spec = parameter._spec
+    states = {}
+    for name, value in state.items():
+        local = value
+        if isinstance(value, DTensor):
+            if not _split_alike(value._spec, spec):
+                return None
+            local = _plain(value._local_tensor)
+        elif isinstance(value, Tensor) and value.dim():
+            return None
+        states[name] = local
+    # Of its own version: the module keeps views of the shard, and a write through another view would break them.
+    local = _plain(parameter._local_tensor.data)
+    return _Shard(parameter, local, states)
+
+
+def _take_gradients(shards: Iterable[_Shard]) -> None:
+    """Let the shards have the gradients of their parameters, split as these; count a write to each."""
+    written: list[Tensor] = []
+    for shard in shards:
+        gradient: Any = shard.parameter.grad
+        if gradient is None:
+            continue
+        if not isinstance(gradient, DTensor):
+            raise AutoparError(
+                f"a parameter of a parallel module has a plain tensor as gradient, of shape {list(gradient.shape)}: "
+                f"expected a DTensor of shape {list(shard.parameter.shape)}\n"
+                "fix: parameter.grad = torch.distributed.tensor.distribute_tensor(gradient, parameter.device_mesh, "
+                "parameter.placements)"
+            )
+        spec = shard.parameter._spec
+        if not _split_alike(gradient._spec, spec):
+            gradient = gradient.redistribute(spec.mesh, spec.placements)
+        shard.local.grad = _plain(gradient._local_tensor)
+        written += shard.parameter, shard.parameter._local_tensor
+    # Autograd then sees writes to what a graph has saved, and the module sees that its gathered copies are old.
+    torch.autograd.graph.increment_version(written)
+
+
+def _split_alike(one: Any, other: Any) -> bool:
+    """Return whether two specs of DTensors have the same shards on the same ranks."""
+    # Mostly the mesh is one object, whose comparison takes longer than all else here.
+    same: bool = one.placements == other.placements and (one.mesh is other.mesh or one.mesh == other.mesh)
+    return same
+
+
+def _plain(local: Tensor) -> Tensor:
+    """Return a shard with a dim: states without one, such as the number of steps, do not belong to elements."""
+    return local if local.dim() else local.view(1)
