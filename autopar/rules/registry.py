@@ -19,6 +19,7 @@ from autopar.rules.ops import (
     folded,
     index,
     loss,
+    loss_pieces,
     matmul,
     misc,
     norm,
@@ -49,6 +50,7 @@ MODULES: tuple[ModuleType, ...] = (
     norm,
     conv_pool,
     loss,
+    loss_pieces,
     random,
     misc,
 )
