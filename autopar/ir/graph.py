@@ -47,6 +47,8 @@ class NamedGraph:
     given: Mapping[str, str] = field(default_factory=dict, repr=False)
     # Order of the sequence between inputs and outputs (autopar/tracing/fold_sequence.py); None for the plain one.
     fold: SequenceFold | None = None
+    # Pieces in which the last linear layer and the loss run (autopar/tracing/loss_in_pieces.py); None for whole logits.
+    loss_pieces: int | None = None
 
     def coverage(self) -> dict[str, int]:
         """Return the number of ops with a rule of the table, with a discovered rule, and without (replicated)."""

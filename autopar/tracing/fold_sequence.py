@@ -41,8 +41,8 @@ from autopar.rules.notation import FactorKind, Operand
 from autopar.rules.ops.folded import FOLD, FOLDED_ATTENTION, UNFOLD
 from autopar.rules.registry import rule_table
 from autopar.tracing.foldable_attention import folded_attention_of
-from autopar.tracing.naming.bind_graph import BoundGraph, bind_graph
-from autopar.tracing.naming.name_dims import DimNames
+from autopar.tracing.naming.bind_graph import bind_graph
+from autopar.tracing.naming.earlier_names import earlier_names
 from autopar.tracing.passes.edit import arguments_of
 from autopar.tracing.passes.read_masks import ATTENTION_NOTE
 from autopar.tracing.trace import DISCOVERIES, assemble
@@ -377,43 +377,12 @@ class _Folding:
         exported = replace(graph.exported, graph_module=module)
         binding = bind_graph(exported, rule_table(), DISCOVERIES)
         repeats = repeated_layers(exported)
-        naming = self._names(binding)
+        naming = earlier_names(graph, binding, self.made_from, self.pieces_name)
         found = assemble(graph.model, exported, binding, naming, repeats)
-        found = replace(found, given=graph.given, fold=self.wanted)
+        found = replace(found, given=graph.given, fold=self.wanted, loss_pieces=graph.loss_pieces)
         if verifying():
             verify_graph(found)
         return found
-
-    def _names(self, binding: BoundGraph) -> DimNames:
-        """Return the names of the plain graph; of a folded dim its parts have them, as `fold` and the dim."""
-        names: dict[int, str] = {}
-        pieces: set[int] = set()
-        for key, dims in binding.dims.items():
-            tensor, folded = self.made_from[key]
-            for place, dim in enumerate(dims):
-                classes = list(binding.space.atoms(dim))
-                within: dict[str, list[int]] = {}
-                for atom in (atom for atom in tensor.atoms if atom.dim == place):
-                    own = [classes.pop(0)]
-                    while prod(map(binding.space.size, own)) < atom.size:
-                        own.append(classes.pop(0))
-                    if len(own) == 2:
-                        # Plain the positions within a piece are major, so that a shard is contiguous.
-                        piece, positions = own if folded else reversed(own)
-                        suffix = "".join(atom.names[-1].partition(".")[1:])
-                        names.setdefault(piece, f"{self.pieces_name}{suffix}")
-                        names.setdefault(positions, atom.names[-1])
-                        pieces.add(piece)
-                    elif atom.names:
-                        names.setdefault(own[0], atom.names[-1])
-                    for outer in atom.names[:-1]:
-                        within.setdefault(outer, []).extend(own)
-                for part in binding.space.within(dim):
-                    inside = list(binding.space.atoms(part))
-                    names.update((part, outer) for outer, own in within.items() if inside == own)
-        known = {name: dim.source for name, dim in self.graph.dims.items()}
-        sources = {dim: known.get(name, "structure") for dim, name in names.items()}
-        return DimNames(binding, names, sources, frozenset(pieces))
 
     @property
     def pieces_name(self) -> str:

@@ -15,6 +15,7 @@ from autopar.mesh import Mesh, SubMesh
 from autopar.sharding.layout.drift import DriftStatement
 from autopar.sharding.layout.fold_statement import FoldStatement
 from autopar.sharding.layout.parser import LayoutParser
+from autopar.sharding.layout.pieces_statement import PiecesStatement
 from autopar.sharding.layout.source import SourceSpan, layout_error, read_text, unknown_name
 from autopar.sharding.layout.syntax import (
     Axes,
@@ -108,6 +109,10 @@ class Layout:
         return next((s for s in self.statements if isinstance(s, FoldStatement)), None)
 
     @property
+    def pieces(self) -> PiecesStatement | None:
+        return next((s for s in self.statements if isinstance(s, PiecesStatement)), None)
+
+    @property
     def part_pins(self) -> tuple[PartPin, ...]:
         return tuple(s for s in self.statements if isinstance(s, PartPin))
 
@@ -135,6 +140,7 @@ def parse_layout(text: str, name: str = "<layout>") -> Layout:
         (CutStatement, "cut"),
         (DriftStatement, "drift"),
         (FoldStatement, "fold"),
+        (PiecesStatement, "pieces"),
     ):
         found = [statement for statement in statements if isinstance(statement, one)]
         if len(found) > 1:
@@ -228,7 +234,7 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
 
 # `micro 8; pipeline pp 1f1b; fsdp(fsdp=dp)`. The statement names an axis on its line, the strategy `pipeline` does not.
 _STRATEGY_IN_TIME = re.compile(
-    r"(?P<in_time>(\s*(micro[ \t]+[\d?]|(pipeline|cut|drift|fold)[ \t]+\w|op[ \t]+@\S+[ \t]+at\s)[^;\n]*[;\n])+)"
+    r"(?P<in_time>(\s*(micro[ \t]+[\d?]|(pipeline|cut|drift|fold|pieces)[ \t]+\w|op[ \t]+@\S+[ \t]+at\s)[^;\n]*[;\n])+)"
     r"(?P<strategy>[^;]+);?\s*"
 )
 

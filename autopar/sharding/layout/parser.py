@@ -9,6 +9,7 @@ from autopar.mesh import Mesh, parse_axes
 from autopar.names import did_you_mean
 from autopar.sharding.layout.drift import read_drift
 from autopar.sharding.layout.fold_statement import read_fold
+from autopar.sharding.layout.pieces_statement import begins_pieces, read_pieces
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 from autopar.sharding.layout.stage_statements import STAGE_WORDS, begins_stages, read_stages
 from autopar.sharding.layout.syntax import (
@@ -133,6 +134,8 @@ class LayoutParser(TokenReader):
         # Two names in a row begin no rule.
         if token.kind == "name" and token.text == "fold" and following.kind in ("name", "dim"):
             return read_fold(self, self.advance())
+        if begins_pieces(token, following):
+            return read_pieces(self, self.advance())
         if token.kind == "name" and token.text == "drift" and (following.kind == "name" or following.text == "?"):
             return read_drift(self, self.advance(), self.axes)
         if token.kind != "word":

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from autopar.mesh import Mesh
 from autopar.sharding.layout.drift import DriftStatement, print_drift
 from autopar.sharding.layout.fold_statement import FoldStatement, print_fold
+from autopar.sharding.layout.pieces_statement import PiecesStatement, print_pieces
 from autopar.sharding.layout.source import SourceSpan
 from autopar.sharding.layout.tokens import format_percent, format_size
 from autopar.sharding.schedules import Schedule
@@ -273,6 +274,7 @@ Statement = (
     | CutStatement
     | PartPin
     | FoldStatement
+    | PiecesStatement
     | OverAxes
     | DimRule
     | Block
@@ -352,6 +354,8 @@ def print_statement(statement: Statement) -> str:
             return f"op @{glob} at part {part}"
         case FoldStatement():
             return print_fold(statement)
+        case PiecesStatement():
+            return print_pieces(statement)
         case DriftStatement():
             return print_drift(statement)
         case Let(name, axes):
