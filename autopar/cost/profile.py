@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, fused, local_bytes, op_work, seconds_of_bytes
+from autopar.cost.compute.fusion import fused
+from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, local_bytes, op_work, seconds_of_bytes
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.host_copies import LayerCopies, copies_by_op, layer_copies

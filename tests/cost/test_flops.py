@@ -129,7 +129,7 @@ def found(run: ShardedRun) -> OpWork:
 
 def multiplies(name: str) -> bool:
     """Ops that torch counts, those that are counted by hand, and those that might be taken for either."""
-    return name.startswith(("aten.", "autopar.expert", "autopar.grouped")) and any(
+    return name.startswith(("aten.", "autopar.expert", "autopar.grouped", "autopar.linear")) and any(
         word in name
         for word in (
             *("conv", "mm.", "bmm", "mv", "matmul", "dot", ".linear", "aten.bilinear", "inner", "einsum", "cdist"),

@@ -9,13 +9,14 @@ gradients that an op passes on unchanged are found by running it (`autopar/ir/an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from operator import add
 
 import torch
 
+from autopar.cost.compute.logit_bytes import logit_bytes
 from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
 from autopar.cost.compute.rates import peak_of
 from autopar.cost.compute.ring_work import ring_extra
@@ -35,6 +36,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import OWN, Precision
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
+from autopar.rules.ops.loss_pieces import LINEAR_CROSS_ENTROPY
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.choices import Choice, Site
 from autopar.sharding.pipelining import PRODUCTS
@@ -62,6 +64,15 @@ class DirectionWork:
     def limited_by_bytes(self) -> bool:
         """Return True for an op that `torch.compile` may fuse with its neighbours."""
         return not self.multiplying_seconds
+
+    def __mul__(self, times: float) -> DirectionWork:
+        return DirectionWork(
+            self.flops * times,
+            self.bytes * times,
+            self.seconds * times,
+            self.multiplying_seconds * times,
+            ceil(self.launches * times),
+        )
 
     def __add__(self, other: DirectionWork) -> DirectionWork:
         return DirectionWork(
@@ -169,6 +180,8 @@ class _OpTimer:
         if self.node.op in ATTENTIONS:
             return self._attention()
         steps = [(self._product(step), step) for step in contractions(self.node)]
+        if self.node.op == str(LINEAR_CROSS_ENTROPY):
+            return self._loss_in_pieces(*steps)
         if any(min(product.rows, product.columns) > 1 for product, _ in steps):
             return self._products(steps)
         name = plain_name(self.node.op)
@@ -304,10 +317,7 @@ class _OpTimer:
         peak = peak_of(self.device, dtype)
 
         def work(product: MatmulShape) -> DirectionWork:
-            seconds = product_seconds(product, dtype.itemsize, self.device.matrix, peak, self.device.stream)
-            seconds /= self.device.sustained_fraction
-            size = product.bytes(dtype.itemsize)
-            one = DirectionWork(product.flops, size, max(seconds, self.device.launch_seconds), product.flops / peak, 1)
+            one = self._product_work(product, dtype, peak)
             return one + self._casts(product) if self.is_float8 else one
 
         forward = backward = weights = NO_WORK
@@ -328,6 +338,11 @@ class _OpTimer:
             backward, weights = backward + summed, weights + summed
         return OpWork(forward, backward, weights)
 
+    def _product_work(self, product: MatmulShape, dtype: torch.dtype, peak: float) -> DirectionWork:
+        seconds = product_seconds(product, dtype.itemsize, self.device.matrix, peak, self.device.stream)
+        seconds = max(seconds / self.device.sustained_fraction, self.device.launch_seconds)
+        return DirectionWork(product.flops, product.bytes(dtype.itemsize), seconds, product.flops / peak, 1)
+
     def _casts(self, product: MatmulShape) -> DirectionWork:
         """Return the work of casting both operands of a product to float8."""
         casts = NO_WORK
@@ -339,6 +354,32 @@ class _OpTimer:
         return casts
 
     # -- ops with more work than their rules show
+
+    def _loss_in_pieces(self, step: tuple[MatmulShape, Contraction]) -> OpWork:
+        """Return the work of a linear layer and its loss: its backward multiplies once more than that of the layer."""
+        whole, factors = step
+        moved = logit_bytes(self.graph, self.node)
+        # Pieces of an equal number of rows; the last one may be shorter.
+        rows = max(1, -(-whole.rows // moved.pieces))
+        times = whole.rows / rows
+        n, k = whole.columns, whole.reduction
+        dtype = self._dtype(0)
+        peak = peak_of(self.device, dtype)
+
+        def by_bytes(count: float, kernels: int) -> DirectionWork:
+            work = self._by_bytes(count)
+            return DirectionWork(0.0, count, max(work.seconds, kernels * self.device.launch_seconds), launches=kernels)
+
+        again = self._product_work(MatmulShape(1, rows, n, k), dtype, peak)
+        forward = again + by_bytes(rows * n * moved.forward, moved.forward_kernels)
+        backward = again + by_bytes(rows * n * moved.backward, moved.backward_kernels)
+        trained = self._trained_sides(factors)
+        if 0 in trained:
+            backward += self._product_work(MatmulShape(1, rows, k, n), dtype, peak)
+        if 1 in trained:
+            backward += self._product_work(MatmulShape(1, k, n, rows), dtype, peak)
+            backward += by_bytes(n * k * moved.of_weight, 1)
+        return OpWork(forward * times, backward * times if trained else NO_WORK)
 
     def _attention(self) -> OpWork:
         """Return the work of fused attention, which never writes the scores."""
@@ -388,51 +429,3 @@ class _OpTimer:
             for times in (1, 2 if self._trained() else 0)
         )
         return forward, backward
-
-
-# -- fusion -----------------------------------------------------------------------------------------------------------
-# `torch.compile` fuses ops that only read and write; values between fused ops stay in registers. A value is written if
-# an op outside the fusion reads it, if it is saved for the backward or returned; it is read if it was written. An op
-# that then reads and writes nothing takes no time.
-
-
-def fused(graph: NamedGraph, works: Mapping[str, OpWork], device: Device) -> dict[str, OpWork]:
-    """Return the work of every op in a compiled module."""
-    found = dict(works)
-    for name, share in unfused_shares(graph, works).items():
-        found[name] = OpWork(scaled(works[name].forward, share, device), scaled(works[name].backward, share, device))
-    return found
-
-
-def unfused_shares(graph: NamedGraph, works: Mapping[str, OpWork]) -> dict[str, float]:
-    """Return the share of its bytes that each fused op still reads and writes."""
-
-    def size(names: Sequence[str]) -> float:
-        return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].element_bytes for name in names))
-
-    # A lookup by index reads rows from anywhere and is not part of a fusion.
-    joined = {
-        node.name
-        for node in graph.nodes
-        if works[node.name].forward.limited_by_bytes and works[node.name].backward.limited_by_bytes
-        if not node.rule.indices
-    }
-    makers = {name: node.name for node in graph.nodes for name in node.outputs if name is not None}
-    outside = {name for node in graph.nodes if node.name not in joined for name in node.operands}
-    written = outside | set(graph.outputs) | {tensor.name for tensor in graph.saved}
-    found: dict[str, float] = {}
-    for node in graph.nodes:
-        if node.name in joined:
-            made = [name for name in node.outputs if name is not None]
-            read = [name for name in node.operands if name is not None]
-            inside = [name for name in made if name not in written]
-            inside += [name for name in read if makers.get(name) in joined and name not in written]
-            found[node.name] = 1 - size(inside) / max(size([*made, *read]), 1)
-    return found
-
-
-def scaled(work: DirectionWork, share: float, device: Device) -> DirectionWork:
-    """Return the work of an op that reads and writes a share of its bytes."""
-    count = work.bytes * share
-    seconds = max(device.launch_seconds, share * work.seconds) if count else 0.0
-    return DirectionWork(work.flops, count, seconds, launches=work.launches if count else 0)

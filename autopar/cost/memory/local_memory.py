@@ -25,8 +25,8 @@ from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.ops.folded import FOLDED_ATTENTION
-from autopar.rules.shard_call.folded import attend_folded
-from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.rules.ops.loss_pieces import LINEAR_CROSS_ENTROPY
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, call_by_name
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.buckets import Bucket, buffers_of, shape_of
 from autopar.sharding.lowered_ops import LoweredOpContext
@@ -35,6 +35,9 @@ from autopar.sharding.lowered_ops.ring_attention import RingPass
 from autopar.sharding.reshard.reshard import Step, StepKind
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, ReshardPlan
 from autopar.sharding.sharding import atoms_of
+
+# Ops whose memory is no share of that of the whole op: gradients of all keys, logits of some rows.
+OF_LOCAL_SHAPES = (str(FOLDED_ATTENTION), str(LINEAR_CROSS_ENTROPY))
 
 
 class LocalFootprints:
@@ -72,8 +75,8 @@ def local_footprint(
         kinds = {step.kind for message in lowered_op.messages() for step in message.reshard.forward}
         if StepKind.HALO_EXCHANGE not in kinds:
             return _lowered_footprint(graph, node, op_assignment, lowered_op, axes)
-    if node.op == str(FOLDED_ATTENTION):
-        return _attention_footprint(graph, node, op_assignment, axes)
+    if node.op in OF_LOCAL_SHAPES:
+        return _local_shapes_footprint(graph, node, op_assignment, axes)
     whole = graph.footprints[node.node]
     share = share_of(node, op_assignment.choice, axes)
     return replace(
@@ -84,34 +87,41 @@ def local_footprint(
     )
 
 
-def _attention_footprint(graph: NamedGraph, node: NamedNode, op_assignment: OpAssignment, axes: SubMesh) -> Footprint:
-    """Run attention over a folded sequence on fake tensors of one rank: the gradients of all keys are no share."""
-    source = next(found for found in graph.exported.graph_module.graph.nodes if found.name == node.node)
-    options = {name: source.kwargs[name] for name in ("scale", "enable_gqa", "pieces", "window")}
+def _local_shapes_footprint(
+    graph: NamedGraph, node: NamedNode, op_assignment: OpAssignment, axes: SubMesh
+) -> Footprint:
+    """Run an op on fake tensors of one rank and return its footprint."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        operands = [_operand(graph, name or "", op_assignment, i, axes) for i, name in enumerate(node.operands)]
-        return measure(operands, lambda: attend_folded(*operands, *options.values()))  # type: ignore[arg-type]
+        operands, target, arguments = _call_on_rank(graph, node, op_assignment, axes)
+        return measure(operands, lambda: call_by_name(target, arguments))
+
+
+def _call_on_rank(
+    graph: NamedGraph, node: NamedNode, op_assignment: OpAssignment, axes: SubMesh
+) -> tuple[list[Tensor | None], Any, dict[str, Any]]:
+    """Return the operands of an op on one rank, as fake tensors, the op, and its arguments with them."""
+    source = next(found for found in graph.exported.graph_module.graph.nodes if found.name == node.node)
+    target: Any = source.target
+    operands = [
+        None if name is None else _operand(graph, name, op_assignment, i, axes) for i, name in enumerate(node.operands)
+    ]
+    left = iter(operands)
+    arguments = arguments_by_name(target, source.args, source.kwargs)
+    for name, is_list in takes_tensors(target).items():
+        value = arguments[name]
+        if is_list:
+            arguments[name] = None if value is None else [_argument(item, next(left)) for item in value]
+        else:
+            arguments[name] = _argument(value, next(left))
+    return operands, target, arguments
 
 
 def _lowered_footprint(
     graph: NamedGraph, node: NamedNode, op_assignment: OpAssignment, lowered_op: LoweredOpContext, axes: SubMesh
 ) -> Footprint:
     """Run the lowering of an op on fake tensors of one rank and return its footprint in bytes."""
-    source = next(found for found in graph.exported.graph_module.graph.nodes if found.name == node.node)
-    target: Any = source.target
     with FakeTensorMode(allow_non_fake_inputs=True):
-        operands = [
-            None if name is None else _operand(graph, name, op_assignment, i, axes)
-            for i, name in enumerate(node.operands)
-        ]
-        left = iter(operands)
-        arguments = arguments_by_name(target, source.args, source.kwargs)
-        for name, is_list in takes_tensors(target).items():
-            value = arguments[name]
-            if is_list:
-                arguments[name] = None if value is None else [_argument(item, next(left)) for item in value]
-            else:
-                arguments[name] = _argument(value, next(left))
+        operands, target, arguments = _call_on_rank(graph, node, op_assignment, axes)
         # The first rank has the largest slice of each factor.
         lengths = dict(node.sizes)
         for site, used in op_assignment.choice.splits:

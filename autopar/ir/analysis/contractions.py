@@ -9,6 +9,7 @@ from math import prod
 from autopar.ir.values import NamedNode
 from autopar.rules.notation import Operand, Rule
 from autopar.rules.ops.folded import FOLDED_ATTENTION
+from autopar.rules.ops.loss_pieces import LINEAR_CROSS_ENTROPY
 from autopar.rules.ops.matmul import GROUPED
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -95,6 +96,8 @@ def contractions(node: NamedNode) -> tuple[Contraction, ...]:
     pair = multiplied(node)
     if pair is None:
         return ()
+    if node.op == str(LINEAR_CROSS_ENTROPY):
+        return (_of_logits(node),)
     chosen = frozenset(factor for _, factor in node.rule.indices)
     holders = _holders(node)
     if node.op in GROUPED:
@@ -113,6 +116,12 @@ def contractions(node: NamedNode) -> tuple[Contraction, ...]:
         return _chain([((i,), sides[i]) for i in sorted(taken)], output, node.sizes)[1]
     chosen &= factors_of(node.rule.operands[pair[0]]) | factors_of(node.rule.operands[pair[1]])
     return _in_turn(taken, sides, output, chosen)
+
+
+def _of_logits(node: NamedNode) -> Contraction:
+    """Return the product of a loss in pieces: its result lacks the rows and classes of the logits."""
+    rows, weight, *_ = (frozenset(factors_of(operand)) for operand in node.rule.operands)
+    return Contraction(rows, weight, rows ^ weight, ((0,), (1,)))
 
 
 def _in_turn(

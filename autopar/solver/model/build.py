@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.compute.op_time import DirectionWork, OpWork, local_bytes, scaled, unfused_shares
+from autopar.cost.compute.fusion import scaled, unfused_shares
+from autopar.cost.compute.op_time import DirectionWork, OpWork, local_bytes
 from autopar.cost.memory.local_memory import local_footprint
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.values import NamedNode
