@@ -217,7 +217,8 @@ def _planner(
     header = None if text is None else read_header(text, name)
     if text is not None and header is not None:
         written = parse_layout(text, name)
-        return PlanFilePlanner(text, name, mesh, dims), split_replicas(written, mesh)[1], batch_dim_of(written)
+        planner_of_file = PlanFilePlanner(text, name, mesh, dims, request.options.outputs)
+        return planner_of_file, split_replicas(written, mesh)[1], batch_dim_of(written)
     assert not isinstance(layout, Plan)
     if layout is None:
         return SearchPlanner(None, mesh, dims, request, searched), None, "batch"

@@ -19,8 +19,8 @@ from autopar.errors import AutoparError, LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans import cache
-from autopar.plans.best_order import in_best_order
-from autopar.plans.folded import in_order
+from autopar.plans.best_loss import with_best_loss
+from autopar.plans.loss_pieces import stated_graph
 from autopar.plans.plan import Plan
 from autopar.plans.refused import closest_of, in_a_micro_batch, with_all_memory, with_its_line
 from autopar.plans.replicas import replicas_of, with_meetings
@@ -291,13 +291,16 @@ def _on_mesh(
     seconds: float,
     beat_seconds: float,
 ) -> Plan:
-    """Return the best plan on a mesh, in the order of the sequence that the layout states, or in the faster one."""
+    """Return the best plan on a mesh, in the order of the sequence and with the loss that the layout states, or in the
+    faster ones.
+    """
     said = None if layout is None else choose_layout(layout, mesh.whole)
+    limit = request.limit_bytes(request.cluster_value(), said)
 
     def search(ordered: NamedGraph, seconds: float, beat_seconds: float) -> Plan:
         return _in_one_order(ordered, mesh, layout, request, progress, seconds, beat_seconds)
 
-    return in_best_order(graph, mesh, said, search, seconds, beat_seconds)
+    return with_best_loss(graph, mesh, said, request.options.outputs, limit, search, seconds, beat_seconds)
 
 
 def _in_one_order(
@@ -416,7 +419,7 @@ def plan_under_layout(
     """Return the plan of a layout, completed by propagation and not by search."""
     cluster = request.cluster_value()
     graph, said, mesh, drift = replicas_of(graph, choose_layout(layout, mesh.whole), mesh, cluster)
-    graph = in_order(graph, said)
+    graph = stated_graph(graph, said, request.options.outputs)
     said = with_speeds(graph, said, mesh.whole, cluster, mesh.links)
     limit = request.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)

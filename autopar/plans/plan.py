@@ -13,8 +13,8 @@ from autopar.cost.hardware.cluster import Cluster, cluster_names, load_cluster
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.names import did_you_mean
-from autopar.plans.folded import in_order
 from autopar.plans.header import Header, check_model, check_precision, check_whole, read_header
+from autopar.plans.loss_pieces import stated_graph
 from autopar.plans.record import PlanRecord
 from autopar.plans.to_layout import retarget
 from autopar.plans.views.alternatives import Alternative, alternatives
@@ -120,7 +120,7 @@ class Plan(PlanRecord):
         mesh = layout.mesh
         assert mesh is not None, "that of a replica"
         axes = mesh.whole
-        graph = in_order(graph, layout)
+        graph = stated_graph(graph, layout, header.options.outputs)
         same = header.graph == graph.fingerprint
         # The mesh statement of the file names the links: its head leaves them out.
         options = replace(header.options, links=mesh.links)

@@ -21,8 +21,8 @@ from autopar.ir.precision import Precision
 from autopar.ir.values import NamedTensor
 from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, plan_graph
-from autopar.plans.folded import in_order
 from autopar.plans.header import check_model, check_whole, read_header
+from autopar.plans.loss_pieces import stated_graph
 from autopar.plans.to_layout import retarget
 from autopar.plans.unequal import with_speeds
 from autopar.sharding.assignment import Assignment
@@ -31,6 +31,7 @@ from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin
 from autopar.sharding.level_sums import LevelSum, LevelSums
+from autopar.sharding.options import Outputs
 from autopar.sharding.propagation import propagate
 from autopar.sharding.replicas import split_replicas
 from autopar.sharding.reshard_insertion import InsertedReshard
@@ -70,7 +71,7 @@ class LayoutPlanner:
     links: Mapping[str, str] = field(default_factory=dict)
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        return in_order(trace(model, inputs, dims=self.dims), self.layout)
+        return stated_graph(trace(model, inputs, dims=self.dims), self.layout, self.request.options.outputs)
 
     def decide(self, graph: NamedGraph) -> Assignment | str:
         layout = self.layout
@@ -139,6 +140,7 @@ class PlanFilePlanner:
     # That of the text, with the axes of replicas; the plan is that of one replica.
     mesh: Mesh
     dims: Mapping[str, str] | None
+    outputs: Outputs = "sharded"
     by_level: LevelSums = field(default_factory=LevelSums, init=False)
 
     @property
@@ -154,7 +156,7 @@ class PlanFilePlanner:
         return layout, (self.mesh if drift is None else drift.replica_mesh).whole
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        return in_order(trace(model, inputs, dims=self.dims), self._layout()[0])
+        return stated_graph(trace(model, inputs, dims=self.dims), self._layout()[0], self.outputs)
 
     def level_sums(self, axes: tuple[str, ...]) -> tuple[LevelSum, ...]:
         return self.by_level.over(axes)
@@ -171,7 +173,7 @@ class PlanFilePlanner:
         self.by_level = header.by_level
         check_whole(header, len(parse_layout(text, self.name).statements), self.name)
         layout, axes = self._layout()
-        graph = in_order(graph, layout)
+        graph = stated_graph(graph, layout, self.outputs)
         if header.graph == graph.fingerprint:
             return graph, propagate(graph, layout, axes)
         return graph, retarget(graph, layout, axes)
@@ -214,7 +216,10 @@ class SearchPlanner:
 
     def __post_init__(self) -> None:
         if self.searched is not None:
-            self.found = PlanFilePlanner(self.searched, "<plan>", self.mesh, self.dims)
+            self.found = self._reading(self.searched)
+
+    def _reading(self, text: str) -> PlanFilePlanner:
+        return PlanFilePlanner(text, "<plan>", self.mesh, self.dims, self.request.options.outputs)
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return trace(model, inputs, dims=self.dims)
@@ -229,7 +234,7 @@ class SearchPlanner:
 
     def read(self, graph: NamedGraph, text: str) -> tuple[NamedGraph, Assignment]:
         if self.found is None:
-            self.found = PlanFilePlanner(text, "<plan>", self.mesh, self.dims)
+            self.found = self._reading(text)
         return self.found.read(graph, text)
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:

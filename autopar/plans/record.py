@@ -18,6 +18,7 @@ from autopar.mesh import Mesh
 from autopar.plans.folded import fold_statement
 from autopar.plans.format import bytes_text, seconds_text, skeleton, table
 from autopar.plans.header import Header, parameters_of
+from autopar.plans.loss_pieces import pieces_statement
 from autopar.plans.to_layout import WrittenLayout, write_layout
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
@@ -148,7 +149,7 @@ class PlanRecord:
     def written(self) -> WrittenLayout:
         micro, pipelining = self.decided.micro, self.decided.assignment.pipelining
         drift = self.decided.drift
-        in_time: tuple[Statement, ...] = fold_statement(self.graph)
+        in_time: tuple[Statement, ...] = (*pieces_statement(self.graph), *fold_statement(self.graph))
         in_time = in_time if drift is None else (*in_time, drift.statement)
         in_time = in_time if micro is None else (*in_time, micro)
         if pipelining is not None:

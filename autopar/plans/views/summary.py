@@ -75,6 +75,9 @@ def _head(plan: PlanRecord) -> list[str]:
         )
         lines.append(f"  note    {text} computes {'everything' if every else 'the same'}{why}")
     lines += shares_notes(plan)
+    if plan.graph.loss_pieces is not None:
+        pieces = plan.graph.loss_pieces
+        lines.append(f"  note    the last layer and the loss in {pieces} pieces: a rank has the logits of one of them")
     for rate in rate_notes(plan.graph, plan.cluster.device):
         lines.append(f"  note    the device has no rate for a dtype of the model: priced {rate}")
     for doubt in doubts(plan.graph, plan.costs, plan.cluster.device, plan.decided.options.precision):
