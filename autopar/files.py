@@ -10,7 +10,7 @@ from autopar.errors import AutoparError
 __all__ = ["DataFolder", "check_writable", "data_folder", "write_text"]
 
 
-DataFolder = Literal["cost_models", "strategies"]
+DataFolder = Literal["cost_models", "strategies", "examples"]
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -34,6 +34,7 @@ def test_wheel_carries_the_data_folders(wheel: Path) -> None:
         names = set(archive.namelist())
     assert {"autopar/_data/cost_models/README.md", "autopar/_data/strategies/README.md"} <= names
     assert {f"autopar/_data/{name}" for name in tracked_data_files()} <= names
+    assert "autopar/_data/examples/train_text.py" in names, "what `autopar new` writes"
 
 
 def test_wheel_carries_all_files_of_the_package(wheel: Path) -> None:

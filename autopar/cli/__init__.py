@@ -10,7 +10,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from autopar import __version__
-from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, strategies, trace, verify
+from autopar.cli import (
+    calibrate,
+    check,
+    clusters,
+    compare,
+    doctor,
+    explain,
+    new,
+    plan,
+    report,
+    strategies,
+    trace,
+    verify,
+)
 from autopar.cli.parser import SHELLS, CommandParser, HelpText, PrintCompletion
 from autopar.cli.plan_arguments import check_words
 from autopar.errors import AutoparError, AutoparWarning, TraceError
@@ -18,7 +31,7 @@ from autopar.names import printable
 
 __all__ = ["main"]
 
-COMMANDS = (plan, explain, compare, check, verify, report, trace, strategies, clusters, calibrate)
+COMMANDS = (plan, explain, compare, check, verify, report, trace, strategies, clusters, calibrate, new, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,10 +39,11 @@ PRINTED: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "strategies": (0, ("strategies",)),
     "clusters": (0, ("clusters",)),
     "clusters_one": (0, ("clusters", "h100")),
+    "new": (0, ("new", "train.py")),
 }
 
-# Commands without --json: these write a file and print no data.
-WITHOUT_DATA = ("report", "calibrate")
+# Commands without --json: these write a file, or print what a person reads.
+WITHOUT_DATA = ("report", "calibrate", "new", "doctor")
 
 # -- bad input: the words, the exit code, a part of the message; five for each command --------------------------------
 
@@ -105,6 +106,11 @@ AT_ONCE: list[Case] = [
     (("strategies", "ddp", "fsdp"), 2, "unrecognized arguments: fsdp"),
     (("strategies", "--jsn"), 2, "unrecognized arguments: --jsn"),
     (("clusters", "h10"), 2, "did you mean 'h100'?"),
+    (("new", "train.txt"), 2, "fix: autopar new train.py"),
+    (("new", "train"), 2, "train: a script of Python ends in .py\nfix: autopar new train.py"),
+    (("new", ""), 2, "fix: autopar new train.py"),
+    (("new", "targets.py"), 2, "targets.py: this file is there already, and nothing was written"),
+    (("new", "/proc/new.py"), 2, "/proc/new.py: cannot be written"),
     (("clusters", "nowhere.toml"), 2, "nowhere.toml cannot be read"),
     (("clusters", "mine.toml"), 2, "unknown key 'unites'; did you mean 'units'?"),
     (("clusters", "layout.lay"), 2, "this is not TOML"),

@@ -70,7 +70,8 @@ def test_calibrate_reads_as_before() -> None:
 
 
 def test_every_command_has_a_golden_text() -> None:
-    tried = {words[0] for _, words in PRINTED.values()} | {"calibrate"}
+    # What a doctor finds is of the machine: tests/cli/test_doctor_command.py.
+    tried = {words[0] for _, words in PRINTED.values()} | {"calibrate", "doctor"}
     assert {command.__name__.rpartition(".")[2] for command in COMMANDS} == tried
     assert {path.stem for path in FOLDER.glob("*.txt")} == {*PRINTED, "calibrate"}, "no golden text is left over"
 
