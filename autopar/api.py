@@ -22,6 +22,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.planners import LayoutPlanner, PlanFilePlanner, SearchPlanner, has_holes
 from autopar.plans.unequal import with_replica_speeds
 from autopar.runtime.agreement import Agreement
+from autopar.runtime.kept_calls import SizeOptions
 from autopar.runtime.module import ParallelModule, Planner
 from autopar.runtime.sync.replica_batch import ReplicaShares
 from autopar.runtime.sync.replica_group import ReplicaSetting, replica_devices
@@ -111,6 +112,8 @@ def parallelize(
     outputs: Outputs = "sharded",
     local_inputs: bool = False,
     time_limit: float = 30,
+    dynamic: bool | None = None,
+    most_calls: int = 64,
 ) -> ParallelModule:
     """Return the model as a module that runs on all devices of a mesh.
 
@@ -135,6 +138,9 @@ def parallelize(
             `"loss"` returns scalars alone and None for all else, so that no logits of all micro-batches are kept.
         local_inputs: the inputs are the shards of this rank already.
         time_limit: seconds of search.
+        dynamic: as in `torch.compile`: None traces with symbolic sizes at the second size of the inputs, True at the
+            first, False never.
+        most_calls: number of compiled calls to keep: one for each shape of the inputs, mode and grad mode.
 
     Returns:
         A module that is called as the model is; its parameters are DTensors under the model's names.
@@ -153,6 +159,7 @@ def parallelize(
     """
     check_plain(model)
     check_outputs(outputs)
+    sizes = SizeOptions(dynamic, most_calls)
     said = None if precision is None else parse_precision(precision)
     options = TrainingOptions(outputs, local_inputs, optimizer, precision=said or OWN)
     request = PlanRequest(cluster, memory, options, time_limit)
@@ -173,7 +180,7 @@ def parallelize(
     )
     if isinstance(planner, PlanFilePlanner) and said is None:
         options = replace(options, precision=planner.precision)
-    return ParallelModule(model, devices, planner, options, inputs, replica)
+    return ParallelModule(model, devices, planner, options, inputs, replica, sizes)
 
 
 def _places(

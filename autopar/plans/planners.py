@@ -37,7 +37,7 @@ from autopar.sharding.replicas import split_replicas
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.shares import check_whole_inputs
 from autopar.sharding.time_slice import step_plan
-from autopar.tracing.trace import trace
+from autopar.tracing.trace import Exporter, named_graph
 
 __all__ = ["LayoutPlanner", "PlanFilePlanner", "SearchPlanner", "has_holes"]
 
@@ -70,8 +70,9 @@ class LayoutPlanner:
     # Cluster levels that the mesh gives its axes.
     links: Mapping[str, str] = field(default_factory=dict)
 
-    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        return stated_graph(trace(model, inputs, dims=self.dims), self.layout, self.request.options.outputs)
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], export: Exporter) -> NamedGraph:
+        graph = named_graph(model, inputs, self.dims, export)
+        return stated_graph(graph, self.layout, self.request.options.outputs)
 
     def decide(self, graph: NamedGraph) -> Assignment | str:
         layout = self.layout
@@ -155,8 +156,8 @@ class PlanFilePlanner:
         layout, drift = split_replicas(parse_layout(self.text, self.name), self.mesh)
         return layout, (self.mesh if drift is None else drift.replica_mesh).whole
 
-    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        return stated_graph(trace(model, inputs, dims=self.dims), self._layout()[0], self.outputs)
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], export: Exporter) -> NamedGraph:
+        return stated_graph(named_graph(model, inputs, self.dims, export), self._layout()[0], self.outputs)
 
     def level_sums(self, axes: tuple[str, ...]) -> tuple[LevelSum, ...]:
         return self.by_level.over(axes)
@@ -221,8 +222,8 @@ class SearchPlanner:
     def _reading(self, text: str) -> PlanFilePlanner:
         return PlanFilePlanner(text, "<plan>", self.mesh, self.dims, self.request.options.outputs)
 
-    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        return trace(model, inputs, dims=self.dims)
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], export: Exporter) -> NamedGraph:
+        return named_graph(model, inputs, self.dims, export)
 
     def decide(self, graph: NamedGraph) -> Assignment | str:
         if self.found is not None:

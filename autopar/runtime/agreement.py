@@ -28,6 +28,24 @@ from autopar.runtime.compiled_call import outline
 from autopar.runtime.shared_memory import SharedMemory
 from autopar.tracing.export.autograd_functions import plain_arguments
 
+# What to do if ranks differ, by what differs.
+SAME_MODEL = "build the same model on every rank: the same seed before it is built, or the same weights loaded into it"
+SAME_ARGUMENTS = "call parallelize on every rank with the same arguments; a layout file must be the same for all"
+SAME_GRAPH = (
+    "build the same model on every rank and call it in the same way: numbers such as a dropout's p or a scale, tables "
+    "that are no parameters, and constants of forward are parts of the graph"
+)
+SAME_CALL = (
+    "call the module on every rank in the same way, with tensors of the same shapes; all ranks train or evaluate "
+    "together, also where one of them alone prints the result"
+)
+NO_RESULT = "a call on this rank has no result: another rank began a call and did not finish it"
+LOCAL = (
+    "a plain tensor is the whole input: give every rank the same batch, all of it; if each rank loads a part of the "
+    "batch of its own (a DistributedSampler, another seed), say parallelize(..., local_inputs=True), or give its rows "
+    "as module(**module.from_rows(x=rows))"
+)
+
 Result = TypeVar("Result")
 
 

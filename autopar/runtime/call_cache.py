@@ -23,10 +23,12 @@ from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import GradientSync, ParameterHandling
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.mesh import SubMesh
+from autopar.runtime import agreement as fixes
 from autopar.runtime.agreement import Agreement, PendingCheck, graph_facts
 from autopar.runtime.call_planner import Planner
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
 from autopar.runtime.first_rank import FirstRank
+from autopar.runtime.kept_calls import KeptCalls, SizeOptions
 from autopar.runtime.random_keys import RandomKeys, kept_generators
 from autopar.runtime.shards import LocalShard, ShardOwner, held_by
 from autopar.runtime.sync.replica_group import ReplicaSetting
@@ -35,25 +37,10 @@ from autopar.runtime.weights import Weights
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.options import TrainingOptions
+from autopar.tracing.sized_exports import SizedExports
 
 __all__ = ["CallCache", "Disagreement"]
 
-SAME_MODEL = "build the same model on every rank: the same seed before it is built, or the same weights loaded into it"
-SAME_ARGUMENTS = "call parallelize on every rank with the same arguments; a layout file must be the same for all"
-SAME_GRAPH = (
-    "build the same model on every rank and call it in the same way: numbers such as a dropout's p or a scale, tables "
-    "that are no parameters, and constants of forward are parts of the graph"
-)
-SAME_CALL = (
-    "call the module on every rank in the same way, with tensors of the same shapes; all ranks train or evaluate "
-    "together, also where one of them alone prints the result"
-)
-NO_RESULT = "a call on this rank has no result: another rank began a call and did not finish it"
-LOCAL = (
-    "a plain tensor is the whole input: give every rank the same batch, all of it; if each rank loads a part of the "
-    "batch of its own (a DistributedSampler, another seed), say parallelize(..., local_inputs=True), or give its rows "
-    "as module(**module.from_rows(x=rows))"
-)
 # If a comparison of ranks makes a device wait, the first calls are compared, then one call in so many.
 FIRST_CALLS, LATER_CALLS = 10, 100
 
@@ -73,6 +60,7 @@ class CallCache:
         planner: Planner,
         options: TrainingOptions,
         replica: ReplicaSetting | None = None,
+        sizes: SizeOptions = SizeOptions(),  # noqa: B008  # it is frozen
     ) -> None:
         self.shell = shell
         self.planner = planner
@@ -94,7 +82,7 @@ class CallCache:
         self.weights = Weights(shell, model, self.device, options.precision)
         self.synchronisation = GradientSync()
         self.signature = signature_of(self.weights.skeleton)
-        self.found: dict[Any, list[CompiledCall]] = {}
+        self.kept = KeptCalls(sizes)
         self.latest: CompiledCall | None = None
         self.compiler: Callable[[nn.Module], nn.Module] | None = None
         self.pending: PendingCheck | None = None
@@ -107,12 +95,12 @@ class CallCache:
         # Rows of a comparison, by process group.
         self.places: dict[str, list[int]] = {}
         # Facts first: `same_values` expects the same names on all ranks.
-        self.everyone.same(self.weights.facts(), SAME_MODEL)
-        self.everyone.same({**planner.facts(), "options": str(options)}, SAME_ARGUMENTS)
+        self.everyone.same(self.weights.facts(), fixes.SAME_MODEL)
+        self.everyone.same({**planner.facts(), "options": str(options), "sizes": str(sizes)}, fixes.SAME_ARGUMENTS)
         if replica is None:
             self.weights.find_owner(self.agreement)
         if self.everyone.size > 1 and not self.weights.from_first:
-            self.everyone.same_values(self.weights.sums(), lambda name: SAME_MODEL)
+            self.everyone.same_values(self.weights.sums(), lambda name: fixes.SAME_MODEL)
         self.agreement.open_channel()
 
     def first_rank(self) -> FirstRank:
@@ -134,7 +122,7 @@ class CallCache:
         flat = flatten_arguments(arguments, self.weights.owner)
         given = self.everyone.together(lambda: self._given(self._of_replica(flat)))
         self.everyone.together(lambda: self._check_devices(given, "meta"))
-        self.agreement.same(given.facts(), SAME_CALL)
+        self.agreement.same(given.facts(), fixes.SAME_CALL)
         self._plan(given)
 
     def prepare_traced(self, graph: NamedGraph) -> None:
@@ -161,9 +149,8 @@ class CallCache:
 
         def trace_whole() -> NamedGraph:
             given = self._given(flat)
-            model = self.weights.traceable(given.training, given.trained, given.dtypes)
             with kept_generators(self.device):
-                return self.planner.trace(model, given.example(None, self.options.precision.compute_dtype))
+                return self._graph(given, None, self.kept.exports(given)[1])
 
         return self.batch.cut(flat, trace_whole)
 
@@ -197,7 +184,7 @@ class CallCache:
             own, given = error, None
         plan = None
         if given is not None:
-            plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)
+            plan = self.kept.find(given)
         if plan is None:
             check_not_captured()
         self.unsent_sign = None
@@ -218,7 +205,7 @@ class CallCache:
             if not is_same or self.sign in (0, 1):
                 self.agreement.together(lambda: _reraise(own))
                 assert given is not None, "else its error was raised"
-                self.agreement.same(given.facts(), SAME_CALL)
+                self.agreement.same(given.facts(), fixes.SAME_CALL)
                 self._check_whole(given)
                 # Ranks may differ only in their caches, so all of them plan, also those with a plan.
                 with kept_generators(self.device):
@@ -263,7 +250,7 @@ class CallCache:
         shards = self.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
         if self.agreement.size > 1 and not shards:
             sums = {path: ((), checksum(x)) for path, x in zip(given.flat.paths, given.tensors, strict=True)}
-            self.agreement.same_values(sums, lambda path: LOCAL)
+            self.agreement.same_values(sums, lambda path: fixes.LOCAL)
 
     def check(self) -> None:
         """Raise `Disagreement` unless all ranks make the same call; runs before its first collective."""
@@ -288,7 +275,7 @@ class CallCache:
             if everyone is None:
                 if not last:
                     raise Disagreement
-                self.agreement.together(lambda: _reraise(AutoparError(f"{NO_RESULT}\nfix: {SAME_CALL}")))
+                self.agreement.together(lambda: _reraise(AutoparError(f"{fixes.NO_RESULT}\nfix: {fixes.SAME_CALL}")))
                 raise AssertionError("the error was raised")
             if group not in self.places:
                 self.places[group] = self.agreement.places(self.groups.ranks(group))
@@ -302,7 +289,7 @@ class CallCache:
         """Trace, plan and emit a call; a phase that fails on one rank raises on all."""
         agreement = self.agreement
         traced = agreement.together(lambda: self._trace(given))
-        agreement.same(graph_facts(traced), SAME_GRAPH)
+        agreement.same(graph_facts(traced), fixes.SAME_GRAPH)
         # A search with a time limit may end with different plans, so one rank searches, also for other replicas.
         first = agreement if self.weights.shells else self.everyone
         decided, found = first.decided_by_first(lambda: (traced.fingerprint, self.planner.decide(traced)))
@@ -329,7 +316,7 @@ class CallCache:
         if self.compiler is not None:
             plan.compile_layers(self.compiler)
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
-        self.found.setdefault(given.key, []).append(plan)
+        self.kept.keep(given, plan)
         self.latest = plan
         return plan
 
@@ -373,14 +360,19 @@ class CallCache:
                 "wrong kinds of inputs: expected DTensors alone or none, got both, or DTensors with local_inputs=True\n"
                 "fix: give all tensors as DTensors, or none; DTensors need no local_inputs=True"
             )
-        model = self.weights.traceable(given.training, given.trained, given.dtypes)
-        dtype = self.options.precision.compute_dtype
-        graph = self.planner.trace(model, given.example(None, dtype))
+        exports, whole = self.kept.exports(given)
+        graph = self._graph(given, None, exports)
         # The first trace names the dims of the shards; the layout then gives the global shapes of a second trace.
         if self.options.local_inputs:
             shapes = self.planner.whole_shapes(graph)
-            graph = self.planner.trace(model, given.example(shapes, dtype))
+            graph = self._graph(given, shapes, whole)
         return graph
+
+    def _graph(
+        self, given: CallSignature, shapes: Mapping[str, tuple[int, ...]] | None, exports: SizedExports
+    ) -> NamedGraph:
+        model = self.weights.traceable(given.training, given.trained, given.dtypes)
+        return self.planner.trace(model, given.example(shapes, self.options.precision.compute_dtype), exports.export)
 
     def _held(self, graph: NamedGraph, assignment: Assignment, given: CallSignature) -> dict[str, LocalShard]:
         """Return the shards of all parameters and inputs; raise if the call does not provide them."""
@@ -426,7 +418,7 @@ class CallCache:
 
         def fix(path: str) -> str:
             if not parts:
-                return LOCAL
+                return fixes.LOCAL
             split = [axis for axes in held[path].layout.splits for axis in axes]
             replicated = [axis for axis in self.rank.axes if axis not in split]
             return (
@@ -441,7 +433,7 @@ class CallCache:
         # Compiled calls refer to the tables of their module, so they cannot be shared.
         made = copy.copy(self)
         made.shell, made.weights = shell, self.weights.copied(shell, memo)
-        made.found, made.latest, made.synchronisation = {}, None, GradientSync()
+        made.kept, made.latest, made.synchronisation = KeptCalls(self.kept.options), None, GradientSync()
         return made
 
 

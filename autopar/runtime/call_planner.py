@@ -12,6 +12,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.level_sums import LevelSum
 from autopar.sharding.reshard_insertion import InsertedReshard
+from autopar.tracing.trace import Exporter
 
 __all__ = ["FixedInputs", "Planner"]
 
@@ -19,7 +20,7 @@ __all__ = ["FixedInputs", "Planner"]
 class Planner(Protocol):
     """Protocol: make the named graph and the assignment of a call."""
 
-    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph: ...
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], export: Exporter) -> NamedGraph: ...
 
     def decide(self, graph: NamedGraph) -> Assignment | str:
         """Return an assignment, or text for `read` on all ranks; only the first rank calls this."""
@@ -53,7 +54,7 @@ class FixedInputs:
     graph: NamedGraph
     assignment: Assignment
 
-    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], export: Exporter) -> NamedGraph:
         return self.graph
 
     def decide(self, graph: NamedGraph) -> Assignment | str:

@@ -69,6 +69,11 @@ class CallSignature:
         return kinds, self.training, self.trained, self.dtypes, self.grad_enabled, self.autocast
 
     @property
+    def key_without_sizes(self) -> tuple[Any, ...]:
+        """Return a key that is equal for calls which differ in the sizes of their tensors alone."""
+        return tuple((len(shape), *kind) for shape, *kind in self.key[0]), *self.key[1:]
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.flat.tensors
 

@@ -22,6 +22,7 @@ from autopar.runtime.call_cache import CallCache, Disagreement
 from autopar.runtime.call_planner import FixedInputs, Planner
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
 from autopar.runtime.input_rows import batch_shard, from_rows
+from autopar.runtime.kept_calls import SizeOptions
 from autopar.runtime.module_shell import ClosedModule, entry_of, tie
 from autopar.runtime.sync.replica_group import ReplicaSetting
 from autopar.runtime.sync.replicas import Replicas
@@ -66,10 +67,11 @@ class ParallelModule(ClosedModule):
         options: TrainingOptions,
         inputs: tuple[Any, ...] | Mapping[str, Any] | None,
         replica: ReplicaSetting | None = None,
+        sizes: SizeOptions = SizeOptions(),  # noqa: B008  # it is frozen
     ) -> None:
         super().__init__()
         # Not in the tables of the module: the model may have a child module of this name.
-        object.__setattr__(self, "_plans", CallCache(self, model, mesh, planner, options, replica))
+        object.__setattr__(self, "_plans", CallCache(self, model, mesh, planner, options, replica, sizes))
         object.__setattr__(self, "_replicas", self._replicas_of(replica))
         self.training = model.training
         watch_replaced(model.parameters())
@@ -239,7 +241,7 @@ class ParallelModule(ClosedModule):
                 "the layers are compiled already: expected one call of compile_layers(), got two\nfix: drop it"
             )
         compiler: Callable[[nn.Module], nn.Module] = partial(torch.compile, **options)  # type: ignore[assignment]
-        done = [call.compile_layers(compiler) for calls in plans.found.values() for call in calls]
+        done = [call.compile_layers(compiler) for call in plans.kept]
         if not any(done):
             raise AutoparError(
                 "no repeated layer can be compiled alone: expected equal layers without dropout, regathered weights, "

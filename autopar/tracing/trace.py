@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,9 @@ from autopar.tracing.skeleton import in_precision
 
 # Rules discovered for ops without a rule in the table. A discovery runs the op many times, so traces share them.
 DISCOVERIES = Discoveries()
+
+# Gives the export of a call: a new one, or one that shares the work of calls of other sizes (`sized_exports`).
+Exporter = Callable[[nn.Module, tuple[Any, ...] | Mapping[str, Any]], Exported]
 
 
 def trace(
@@ -64,7 +67,10 @@ def trace(
 
 
 def named_graph(
-    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], dims: Mapping[str, str] | None = None
+    model: nn.Module,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    dims: Mapping[str, str] | None = None,
+    export: Exporter = export,
 ) -> NamedGraph:
     """Run the stages of a trace in order; warn about ops without a rule."""
     exported = export(model, inputs)

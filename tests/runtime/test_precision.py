@@ -168,7 +168,7 @@ def stored(precision: str, layout: str) -> tuple[set[str], set[str], float]:
     calls = [parallel(**batch) for batch in batches]
     kept = {str(parameter.dtype) for parameter in parallel.parameters()}
     weight: Any = parallel.get_parameter("gpt.norm.weight")
-    assert len(parallel._plans.found) == 1, "no call is traced again"
+    assert len(parallel._plans.kept) == 1, "no call is traced again"
     return kept, {str(loss.dtype) for loss in calls}, float(weight.full_tensor()[0])
 
 

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import autopar
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.checksum import checksum_of_all
-from autopar.runtime.agreement import Agreement
-from autopar.runtime.call_cache import LOCAL, SAME_GRAPH
+from autopar.runtime.agreement import LOCAL, SAME_GRAPH, Agreement
 from tests.runtime.launcher import in_turn, launch
 
 

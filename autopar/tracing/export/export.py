@@ -6,14 +6,16 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import Graph, Node
+from torch.export import Dim
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
+from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparWarning, TraceError
 from autopar.ir.call_arguments import apart, bind, check_overlaps, flatten_arguments, plain_call, signature_of
@@ -49,8 +51,37 @@ _RECURRENT_WEIGHTS = re.compile(r"\S+\._flat_weights\[\d+\](, )?")
 _ASSIGNED = re.compile(r"The tensor attributes? (.*) (?:was|were) assigned during export")
 
 
+@dataclass(frozen=True)
+class Capture:
+    """Decomposed graph of one call of a model, before the passes of a trace, and what torch.export says about it."""
+
+    model: nn.Module
+    flat: Flattened
+    graph: Graph
+    # Modules that `get_attr` nodes of the graph name.
+    root: nn.Module
+    input_specs: tuple[InputSpec, ...]
+    output_specs: tuple[OutputSpec, ...]
+    constants: Mapping[str, torch.Tensor]
+    output_tree: OutputTree
+    # Buffers that the forward replaced.
+    assigned: tuple[str, ...]
+    device: torch.device | None
+    grad_enabled: bool
+    autocast: tuple[Autocast, ...]
+
+
 def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exported:
     """Export a model called with `inputs`: a tuple of positional or a dict of keyword arguments."""
+    return finish(capture(model, inputs))
+
+
+def capture(
+    model: nn.Module,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    varying: Sequence[Collection[int]] | None = None,
+) -> Capture:
+    """Capture and decompose a call of a model; the dims `varying` of each input tensor get symbolic sizes."""
     owner = type(model).__name__
     signature = signature_of(model)
     arguments = bind(signature, owner, inputs)
@@ -62,41 +93,66 @@ def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exp
     devices = {tensor.device for tensor in tensors}
     device = devices.pop() if len(devices) == 1 else None
     check_hooks(model)
+    symbolic = None if varying is None else {"tensors": tuple(dict.fromkeys(dims, Dim.AUTO) for dims in varying)}
     with _rephrase_torch_warnings(owner), raise_trace_errors(owner):
         if autocast:
             check_autocast(device)
         # torch.export joins inputs that share memory, or are one tensor, to one input.
-        examples = tuple(map(apart, flat.tensors))
+        examples = tuple(apart(tensor) if varying is None else _contiguous(tensor) for tensor in flat.tensors)
         with intercept_torch(torch.is_grad_enabled(), device), tracing(), remove_new_attributes(model):
-            program = torch.export.export(call, examples, strict=False)
+            program = torch.export.export(call, examples, dynamic_shapes=symbolic, strict=False)
         with keep_random_ops():
             program = program.run_decompositions({})
-    graph_module = program.graph_module
-    record_origins(graph_module.graph, PREFIX)
-    drop_checks(graph_module.graph)
-    check_static(graph_module.graph, owner)
-    normalise(graph_module.graph, ExportFacts(device, *_placeholder_sources(program, flat)))
-    placeholders, aliases = _placeholders(program, model, flat)
-    graph_module.recompile()
-    assert isinstance(flat.node, Mapped), "arguments are a dict"
+    record_origins(program.graph_module.graph, PREFIX)
+    drop_checks(program.graph_module.graph)
     assert call.returned.tree is not None, "the model was called"
-    mutations = _mutations(program, flat.paths, call.returned.assigned)
+    return Capture(
+        model=model,
+        flat=flat,
+        graph=program.graph_module.graph,
+        root=program.graph_module,
+        input_specs=tuple(program.graph_signature.input_specs),
+        output_specs=tuple(program.graph_signature.output_specs),
+        constants=program.constants,
+        output_tree=call.returned.tree,
+        assigned=call.returned.assigned,
+        device=device,
+        grad_enabled=torch.is_grad_enabled(),
+        autocast=autocast,
+    )
+
+
+def finish(capture: Capture) -> Exported:
+    """Run the passes of a trace on a captured graph, in place."""
+    model, flat = capture.model, capture.flat
+    owner = type(model).__name__
+    check_static(capture.graph, owner)
+    normalise(capture.graph, ExportFacts(capture.device, *_placeholder_sources(capture)))
+    placeholders, aliases = _placeholders(capture)
+    assert isinstance(flat.node, Mapped), "arguments are a dict"
+    mutations = _mutations(capture)
     given = dict(zip(flat.paths, flat.tensors, strict=True))
     state = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     check_overlaps(owner, (mutation.target for mutation in mutations), given, state, TraceError)
     return Exported(
-        graph_module=graph_module,
+        graph_module=GraphModule(capture.root, capture.graph),
         placeholders=placeholders,
-        constants={p.name: program.constants[PREFIX + p.name] for p in placeholders if p.kind == "constant"},
+        constants={p.name: capture.constants[PREFIX + p.name] for p in placeholders if p.kind == "constant"},
         aliases=aliases,
         mutations=mutations,
-        output_tree=call.returned.tree,
+        output_tree=capture.output_tree,
         input_tree=flat.node,
         training=model.training,
-        grad_enabled=torch.is_grad_enabled(),
-        autocast=autocast,
-        device=device,
+        grad_enabled=capture.grad_enabled,
+        autocast=capture.autocast,
+        device=capture.device,
     )
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a contiguous leaf of the same shape, dtype and device; its values are not set."""
+    # A stride that does not follow from the sizes would get a symbol of its own.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).requires_grad_(tensor.requires_grad)
 
 
 class _Returned:
@@ -165,18 +221,16 @@ def _replaced_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> d
     return found
 
 
-def _placeholders(
-    program: torch.export.ExportedProgram, model: nn.Module, flat: Flattened
-) -> tuple[tuple[Placeholder, ...], dict[str, str]]:
+def _placeholders(capture: Capture) -> tuple[tuple[Placeholder, ...], dict[str, str]]:
     """Return the placeholders in graph order, and the canonical name of each other name of a tied weight."""
-    graph = program.graph_module.graph
+    model, flat, graph = capture.model, capture.flat, capture.graph
     aliases = tied_names(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     inputs = iter(zip(flat.paths, flat.tensors, strict=True))
     made: list[Placeholder] = []
     canonical: dict[str, Node] = {}
     replaced: list[tuple[Node, str]] = []
-    for node, spec in zip(graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
+    for node, spec in zip(graph.find_nodes(op="placeholder"), capture.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             name, tensor = next(inputs)
             _rename(node, name)
@@ -204,19 +258,17 @@ def _placeholders(
     return tuple(made), aliases
 
 
-def _placeholder_sources(
-    program: torch.export.ExportedProgram, flat: Flattened
-) -> tuple[dict[Node, torch.Tensor], dict[Node, str]]:
+def _placeholder_sources(capture: Capture) -> tuple[dict[Node, torch.Tensor], dict[Node, str]]:
     """Return the constants with their data, and the user's name for each other placeholder."""
-    paths = iter(flat.paths)
+    paths = iter(capture.flat.paths)
     known, sources = {}, {}
-    nodes = program.graph_module.graph.find_nodes(op="placeholder")
-    for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
+    nodes = capture.graph.find_nodes(op="placeholder")
+    for node, spec in zip(nodes, capture.input_specs, strict=True):
         name = (spec.target or "").removeprefix(PREFIX)
         if spec.kind is InputKind.USER_INPUT:
             sources[node] = next(paths)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            known[node] = program.constants[spec.target or ""]
+            known[node] = capture.constants[spec.target or ""]
         else:
             sources[node] = f"buffer {name}" if spec.kind is InputKind.BUFFER else name
     return known, sources
@@ -240,14 +292,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _mutations(
-    program: torch.export.ExportedProgram, paths: tuple[str, ...], assigned: tuple[str, ...]
-) -> tuple[Mutation, ...]:
-    specs = program.graph_signature.input_specs
-    user_inputs = (spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT)
-    names = dict(zip(user_inputs, paths, strict=True))
+def _mutations(capture: Capture) -> tuple[Mutation, ...]:
+    user_inputs = (spec.arg.name for spec in capture.input_specs if spec.kind is InputKind.USER_INPUT)
+    names = dict(zip(user_inputs, capture.flat.paths, strict=True))
     mutations = []
-    for index, spec in enumerate(program.graph_signature.output_specs):
+    for index, spec in enumerate(capture.output_specs):
         if spec.kind is OutputKind.USER_OUTPUT:
             continue
         assert spec.target is not None, "a mutation has a target"
@@ -262,7 +311,7 @@ def _mutations(
             )
     # Read before the loop, since `extend` grows the list while it runs.
     first = len(mutations)
-    mutations.extend(Mutation(first + k, name, "buffer") for k, name in enumerate(assigned))
+    mutations.extend(Mutation(first + k, name, "buffer") for k, name in enumerate(capture.assigned))
     return tuple(mutations)
 
 

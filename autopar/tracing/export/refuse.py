@@ -57,7 +57,7 @@ def stack_of_model() -> str | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not frame.f_code.co_filename.startswith(_TRACER):
         code = frame.f_code
-        if _is_user_file(code.co_filename) or _is_torch_layer(code.co_filename):
+        if is_model_file(code.co_filename) or _is_torch_layer(code.co_filename):
             frames.append(_frame_text(code.co_filename, frame.f_lineno, code.co_name))
         frame = frame.f_back
     return "".join(reversed(frames)) or None
@@ -75,7 +75,7 @@ def _is_torch_layer(filename: str) -> bool:
 
 
 @cache
-def _is_user_file(filename: str) -> bool:
+def is_model_file(filename: str) -> bool:
     """Return True for a file that can be the user's model: not of torch, the tracer or Python."""
     if filename.startswith(("<", _TORCH, _TRACER)):
         return False
@@ -86,7 +86,7 @@ def _is_user_file(filename: str) -> bool:
 def user_line(stack_trace: str) -> Line | None:
     """Return the deepest line outside torch in a formatted stack, else the deepest in torch.nn."""
     found = _FRAME.findall(stack_trace)
-    frames = [frame for frame in found if _is_user_file(frame[0])]
+    frames = [frame for frame in found if is_model_file(frame[0])]
     frames = frames or [frame for frame in found if _is_torch_layer(frame[0])]
     if not frames:
         return None
@@ -158,7 +158,7 @@ def _deepest_line(error: BaseException) -> Line | None:
     trace = error.__traceback__
     while trace is not None:
         filename, number = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        if _is_user_file(filename):
+        if is_model_file(filename):
             user = filename, number, linecache.getline(filename, number).strip()
         elif _is_torch_layer(filename):
             layer = filename, number, linecache.getline(filename, number).strip()

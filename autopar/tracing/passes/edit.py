@@ -30,11 +30,17 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return named
 
 
-def insert(origin: Node, op: Any, *args: Any, before: Node | None = None, **kwargs: Any) -> Node:
-    """Insert a call before `origin` (or `before`), with the module path of `origin` and a value of its own."""
+def insert(origin: Node, op: Any, *args: Any, before: Node | None = None, value: Any = None, **kwargs: Any) -> Node:
+    """Insert a call before `origin` (or `before`), with the module path of `origin` and a value of its own.
+
+    `value` is that of the call where it is known: some ops take long without data.
+    """
     with origin.graph.inserting_before(before or origin):
         made = origin.graph.call_function(op, args, kwargs)
-    made.meta.update({key: value for key, value in origin.meta.items() if key not in ANNOTATIONS})
+    made.meta.update({key: entry for key, entry in origin.meta.items() if key not in ANNOTATIONS})
+    if value is not None:
+        made.meta["val"] = value
+        return made
     values, named = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
     val = origin.meta["val"]
     results = val if isinstance(val, list | tuple) else (val,)

@@ -45,7 +45,8 @@ def _rewrite(node: Node, arguments: dict[str, Any]) -> None:
     wide = dtype in WIDE
     given = arguments["self"], arguments["target"], None, SUM if wide else NONE
     rest = arguments["ignore_index"], arguments["label_smoothing"]
-    total = insert(node, aten.cross_entropy_loss.default, *given, *rest)
+    # The sum has the shape and dtype of the mean.
+    total = insert(node, aten.cross_entropy_loss.default, *given, *rest, value=node.meta["val"] if wide else None)
     if not wide:
         losses = insert(node, aten._to_copy.default, total, dtype=torch.float32)
         total = insert(node, aten.sum.default, losses)

@@ -1,0 +1,96 @@
+"""Compiled calls that a parallel module keeps: the latest used, and the exports that calls of other sizes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from autopar.errors import AutoparError
+from autopar.ir.pytree import Mapped
+from autopar.runtime.compiled_call import CallSignature, CompiledCall
+from autopar.tracing.sized_exports import SizedExports
+
+__all__ = ["KeptCalls", "SizeOptions"]
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """How a module serves inputs of other sizes: `dynamic` as in `torch.compile`, and the most calls that it keeps."""
+
+    dynamic: bool | None = None
+    most_calls: int = 64
+
+    def __post_init__(self) -> None:
+        if self.most_calls < 1:
+            raise AutoparError(
+                f"invalid most_calls={self.most_calls!r}: expected a number of calls to keep, 1 or more\n"
+                "fix: leave it out, or give one for each shape, mode and grad mode that is used again"
+            )
+
+
+class KeptCalls:
+    """Compiled calls by call signature; beyond the most that are kept, the one that was not used longest goes."""
+
+    def __init__(self, options: SizeOptions) -> None:
+        self.options = options
+        self._calls = _LatestUsed[CompiledCall](options.most_calls)
+        self._exports = _LatestUsed[tuple[SizedExports, SizedExports]](options.most_calls)
+
+    def find(self, given: CallSignature) -> CompiledCall | None:
+        return self._calls.find(given.key, given.structure)
+
+    def keep(self, given: CallSignature, call: CompiledCall) -> None:
+        self._calls.keep(given.key, given.structure, call)
+
+    def exports(self, given: CallSignature) -> tuple[SizedExports, SizedExports]:
+        """Return the exports of calls that differ from this one in sizes alone: of given inputs, and of whole ones."""
+        found = self._exports.find(given.key_without_sizes, given.structure)
+        if found is None:
+            found = SizedExports(self.options.dynamic), SizedExports(self.options.dynamic)
+            self._exports.keep(given.key_without_sizes, given.structure, found)
+        return found
+
+    @property
+    def traces(self) -> int:
+        """Return the number of whole traces; other calls came from captures with symbolic sizes."""
+        return sum(exports.traces for pair in self._exports for exports in pair)
+
+    def __iter__(self) -> Iterator[CompiledCall]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return len(list(self._calls))
+
+
+class _LatestUsed(Generic[_Value]):
+    """Values by key and by structure, which has no hash; the oldest ones go."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._found: dict[Any, list[tuple[Mapped, _Value]]] = {}
+
+    def find(self, key: Any, structure: Mapped) -> _Value | None:
+        entries = self._found.get(key)
+        for place, (other, value) in enumerate(entries or ()):
+            if other == structure:
+                assert entries is not None, "it has this entry"
+                # The latest used stands last, both among keys and among the values of a key.
+                entries.append(entries.pop(place))
+                self._found[key] = self._found.pop(key)
+                return value
+        return None
+
+    def keep(self, key: Any, structure: Mapped, value: _Value) -> None:
+        entries = [entry for entry in self._found.pop(key, ()) if entry[0] != structure]
+        self._found[key] = [*entries, (structure, value)]
+        while sum(map(len, self._found.values())) > self.most:
+            oldest = next(iter(self._found))
+            del self._found[oldest][0]
+            if not self._found[oldest]:
+                del self._found[oldest]
+
+    def __iter__(self) -> Iterator[_Value]:
+        return (value for entries in list(self._found.values()) for _, value in entries)
