@@ -28,7 +28,7 @@ PRINTED: Mapping[str, tuple[int, tuple[str, ...]]] = {
         0,
         ("explain", MLP, "up.0.weight", *WHERE, *DIMS, *LAYOUT, "--no-alternatives", "--why-not", "* -> none"),
     ),
-    "compare": (0, ("compare", "megatron", "ddp", "fsdp(fsdp=dp*tp)", "--target", GPT, *WHERE)),
+    "compare": (0, ("compare", "megatron", "ddp", "batch -> dp*tp; * -> none", "--target", GPT, *WHERE)),
     "check": (0, ("check", GPT, *WHERE, "--layout", "megatron")),
     "check_promises": (1, ("check", GPT, *WHERE, "--layout", "promises.lay")),
     "check_not_legal": (1, ("check", GPT, *WHERE, "--layout", "batch -> dp*tp; * -> none")),

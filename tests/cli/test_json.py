@@ -106,12 +106,13 @@ def test_no_plan_prints_nothing_for_programs(capsys: pytest.CaptureFixture[str])
 
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--target", GPT, *WHERE)
-    data = printed(capsys, 0, "compare", "megatron", "fsdp(fsdp=dp*tp)", "ddp", *words)
+    uneven = "batch -> dp*tp; * -> none"
+    data = printed(capsys, 0, "compare", "megatron", uneven, "ddp", *words)
     assert [one["applies"] for one in data["plans"]] == [True, False, True]
     assert data["plans"][0]["differs"] == {}
     assert "dp*tp = 4 does not divide 6" in data["plans"][1]["why"]
     assert data["plans"][2]["differs"]["blocks.*.up.weight"] == ["d_ff -> tp", "whole"]
-    data = printed(capsys, 1, "compare", "fsdp(fsdp=dp*tp)", *words)
+    data = printed(capsys, 1, "compare", uneven, *words)
     assert data["mesh"] is None
 
 

@@ -13,10 +13,12 @@ from torch.nn import functional
 
 from autopar.errors import LayoutError
 from autopar.sharding.choices import can_split
-from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.propagation import propagate
 from autopar.tracing.trace import trace
-from tests.ranks import difference
+from examples.gpt import gpt
+from examples.moe import moe
+from tests.ranks import difference, difference_of
 
 
 class Op(nn.Module):
@@ -174,3 +176,26 @@ def test_an_op_whose_rule_was_tried_on_even_shards_is_not_cut_unevenly() -> None
         assert can_split(found, rows, ("a",), {"a": 2}, uneven=True) is allowed
         assert can_split(found, columns, ("a",), {"a": 2}), "even"
         assert not can_split(found, rows, ("a",), {"a": 2})
+
+
+STRATEGIES = {
+    "ddp": {"dp": 2}, "zero1": {"dp": 2}, "fsdp": {"fsdp": 2}, "megatron": {"dp": 2, "tp": 2},
+    "fsdp_tp": {"fsdp": 2, "tp": 2}, "megatron_sp": {"dp": 2, "tp": 2}, "gshard_moe": {"dp": 2, "ep": 2},
+}  # fmt: skip
+QUICK = ("ddp", "megatron")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES]
+)
+def test_the_last_batch_of_a_loader_under_shipped_strategies(name: str) -> None:
+    """Three rows over two ranks, and one; heads that `tp` does not divide stay whole."""
+    torch.manual_seed(0)
+    axes = STRATEGIES[name]
+    heads = 2 if name == "gshard_moe" else 3
+    for batch in (3, 1):
+        made = moe if name == "gshard_moe" else gpt
+        model, inputs = made(layers=1, d_model=24, heads=heads, vocab=16, seq=6, batch=batch)
+        graph = trace(model.double(), inputs)
+        assignment = propagate(graph, choose_layout(name, axes), axes)
+        assert difference_of(graph, assignment, inputs) < 1e-9

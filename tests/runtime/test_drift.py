@@ -261,7 +261,9 @@ def odd_rows() -> str:
     """Return the error of replicas of two ranks one of which has rows that they cannot split."""
     try:
         (inputs,) = batches(1, 7)
-        autopar.parallelize(Regression().double(), "pod=2,dp=2", inputs, layout="drift pod -> mean, by 4:3; ddp")
+        autopar.parallelize(
+            Regression().double(), "pod=2,dp=2", inputs, layout="drift pod -> mean, by 4:3; batch -> dp; * -> none"
+        )
     except autopar.AutoparError as error:
         return str(error).splitlines()[0]
     return ""

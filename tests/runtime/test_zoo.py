@@ -12,7 +12,7 @@ import autopar
 from autopar.cli.verify_processes import differences, results_of
 from autopar.errors import LayoutError
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.layout.language import choose_layout, load_strategy
+from autopar.sharding.layout.language import choose_layout, load_strategy, parse_layout
 from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import inserted_reshards
 from benchmarks.architectures import STANDARD
@@ -173,10 +173,15 @@ def test_fsdp_gathers_each_split_parameter_once_and_scatters_its_gradient() -> N
     assert counts == {("forward", "all_gather"): split, ("backward", "reduce_scatter"): split}
 
 
-def test_fewer_kv_heads_than_ranks_is_an_error_that_says_so() -> None:
+def test_fewer_kv_heads_than_ranks_stay_whole_or_are_an_error_that_says_so() -> None:
     model, inputs = zoo_model("llama", train=False)
+    graph = autopar.trace(model, inputs)
+    stored = propagate(graph, load_strategy("megatron").on_axes({"dp": ()}), {"tp": 4}).stored
+    splits = {name: stored[f"model.layers.0.{name}.weight"].splits for name in ("self_attn.q_proj", "mlp.up_proj")}
+    assert not any(splits["self_attn.q_proj"])
+    assert splits["mlp.up_proj"][0] == ("tp",)
     with pytest.raises(LayoutError) as raised:
-        propagate(autopar.trace(model, inputs), load_strategy("megatron").on_axes({"dp": ()}), {"tp": 4})
+        propagate(graph, parse_layout("(heads, kv_heads) -> tp; * -> none"), {"tp": 4})
     assert "E4: the dim 'heads' of model.layers.0.self_attn.q_proj.weight can take no alternative" in str(raised.value)
     assert "tp = 4 does not divide 2 x 2, its parts kv_heads x " in str(raised.value)
 

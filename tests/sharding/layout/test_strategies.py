@@ -40,8 +40,8 @@ def test_strategy(name: str) -> None:
 def test_what_megatron_says() -> None:
     assert print_layout(load_strategy("megatron")) == (
         'strategy megatron "tensor parallel: heads, d_ff and vocab"\n'
-        "batch -> dp\n"
-        "(heads, kv_heads, d_ff) -> tp\n"
+        "batch -> dp pad\n"
+        "(heads, kv_heads, d_ff) -> tp | none\n"
         "vocab -> tp pad | none !1\n"
         "* -> none\n"
     )
