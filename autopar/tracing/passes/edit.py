@@ -30,6 +30,14 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return named
 
 
+# Ops whose result lies where their first operand does. They run on the meta device: the dispatch of fake tensors takes
+# ten times as long, which counts where a graph is made for each size of the inputs.
+_WITHOUT_DEVICE = (
+    *(torch.ops.aten.reshape.default, torch.ops.aten.permute.default, torch.ops.aten.expand.default),
+    *(torch.ops.aten.ne.Scalar, torch.ops.aten.sum.default, torch.ops.aten.div.Tensor),
+)
+
+
 def insert(origin: Node, op: Any, *args: Any, before: Node | None = None, value: Any = None, **kwargs: Any) -> Node:
     """Insert a call before `origin` (or `before`), with the module path of `origin` and a value of its own.
 
@@ -46,9 +54,20 @@ def insert(origin: Node, op: Any, *args: Any, before: Node | None = None, value:
     results = val if isinstance(val, list | tuple) else (val,)
     # Factories have no fake operand, so the mode must come from the node that they replace.
     mode = next(value.fake_mode for value in results if isinstance(value, FakeTensor))
+    if op in _WITHOUT_DEVICE and not named:
+        found = op(*torch.fx.node.map_aggregate(values, _without_data))
+        made.meta["val"] = FakeTensor(mode, found, values[0].device)
+        return made
     with mode, torch.no_grad():
         made.meta["val"] = op(*values, **named)
     return made
+
+
+def _without_data(value: Any) -> Any:
+    """Return a fake tensor as a plain one on the meta device."""
+    if not isinstance(value, FakeTensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def replace(node: Node, by: Node) -> None:
