@@ -33,6 +33,14 @@ from autopar.sharding.verify import verify_assignment
 from autopar.solver import Progress, relative_gap
 from autopar.solver.explain_infeasible import infeasible_error
 from autopar.solver.infeasible import NoFeasiblePlan, OutOfTime
+from autopar.solver.integer.choice import SEARCH, SolverChoice
+from autopar.solver.integer.formulation import FormulatedModel
+from autopar.solver.integer.search_by_program import (
+    formulate_request,
+    proved_by_relaxation,
+    solved_by_program,
+    unsolved_error,
+)
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.search.joined_axes import MOST_AXES
 from autopar.solver.search.phases import Incumbent, SearchPhases, SearchResult, promising_choices, settle
@@ -46,6 +54,7 @@ __all__ = [
     "TrainingOptions",
     "axis_assignments",
     "check_in_time",
+    "request_program",
     "solve_plan",
     "splits_nothing",
     "strategy_plans",
@@ -71,6 +80,8 @@ class SolvedPlan:
     origin: str
     variables: int
     states: int
+    # `search`, or the program that proved the bound.
+    bound_by: str = "search"
 
     @property
     def gap(self) -> float:
@@ -91,30 +102,63 @@ def solve_plan(
     warm: StepPlan | None = None,
     strategies: bool = True,
     beat_seconds: float = math.inf,
+    solver: SolverChoice = SEARCH,
 ) -> SolvedPlan:
     """Search the open decisions of a plan: all of them, or those that `layout` leaves.
 
     `memory_bytes` limits each device; the default is its capacity. `warm` is a plan to begin from. With `strategies`,
     published strategies are priced too, in the time left or a quarter of it. Raise `NoFeasiblePlan` if no plan is
-    faster than `beat_seconds`.
+    faster than `beat_seconds`. `solver` has the plan found or proved by an integer or a linear program.
     """
     began = time.monotonic()
     with uncollected():
         micro = None if layout is None else layout.micro_batches
         graph, axes = with_shares(graph, layout or Layout(()), SubMesh.of(axes), 1 if micro is None else micro.count)
-        setting = _problem(graph, axes, cluster, options or TrainingOptions(), layout or Layout(()))
-        limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
-        said = Layout(()) if layout is None else layout.without_time()
-        # The search splits by axes of several ranks alone.
-        said = said.on_axes({axis: () for axis, size in setting.axes.items() if size == 1})
-        bound_layout = BoundLayout(setting.graph, said, setting.axes)
-        incumbent = Incumbent(setting, limit, began, progress, bound_layout)
-        found = _solved(incumbent, time_limit, warm, strategies, beat_seconds)
+        incumbent = _incumbent(graph, axes, cluster, layout, memory_bytes, options, began, progress)
+        found = _solved(incumbent, time_limit, warm, strategies, beat_seconds, solver)
         settle_stages(incumbent, layout or Layout(()), axes)
         plan = incumbent.plan or found.plan
         # The search prices the ranks of one kind; the plan is for all.
         assignment = replace(plan.assignment, axes=plan.axes.seen({}))
         return replace(found, plan=replace(plan, assignment=assignment), costs=incumbent.costs or found.costs)
+
+
+def request_program(
+    graph: NamedGraph,
+    axes: SubMesh,
+    cluster: Cluster,
+    *,
+    layout: Layout | None = None,
+    memory_bytes: float | None = None,
+    options: TrainingOptions | None = None,
+) -> FormulatedModel:
+    """Return the integer program of a request, as `solve_plan` would solve it in one piece."""
+    with uncollected():
+        micro = None if layout is None else layout.micro_batches
+        graph, axes = with_shares(graph, layout or Layout(()), SubMesh.of(axes), 1 if micro is None else micro.count)
+        incumbent = _incumbent(graph, axes, cluster, layout, memory_bytes, options, time.monotonic(), None)
+        setting = incumbent.setting
+        work = SearchPhases(setting, incumbent.bound_layout, incumbent, CostTables(setting), math.inf)
+        return formulate_request(work)
+
+
+def _incumbent(
+    graph: NamedGraph,
+    axes: SubMesh,
+    cluster: Cluster,
+    layout: Layout | None,
+    memory_bytes: float | None,
+    options: TrainingOptions | None,
+    began: float,
+    progress: Callable[[Progress], None] | None,
+) -> Incumbent:
+    """Return the incumbent of a request: the problem, its limit, its layout, and no plan yet."""
+    setting = _problem(graph, axes, cluster, options or TrainingOptions(), layout or Layout(()))
+    limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
+    said = Layout(()) if layout is None else layout.without_time()
+    # The search splits by axes of several ranks alone.
+    said = said.on_axes({axis: () for axis, size in setting.axes.items() if size == 1})
+    return Incumbent(setting, limit, began, progress, BoundLayout(setting.graph, said, setting.axes))
 
 
 def _problem(
@@ -149,28 +193,23 @@ def uncollected() -> Iterator[None]:
 
 
 def _solved(
-    incumbent: Incumbent, time_limit: float, warm: StepPlan | None, strategies: bool, beat_seconds: float
+    incumbent: Incumbent,
+    time_limit: float,
+    warm: StepPlan | None,
+    strategies: bool,
+    beat_seconds: float,
+    solver: SolverChoice,
 ) -> SolvedPlan:
-    setting, bound_layout, began, layout = (
-        incumbent.setting,
-        incumbent.bound_layout,
-        incumbent.began,
-        incumbent.bound_layout.given,
-    )
-    if layout.statements:
-        plan = plan_under(setting, layout)
-        if plan is not None:
-            incumbent.offer("layout", plan.with_options(setting.options))
-    # A plan made for another layout may break this one.
-    asked = setting.graph.fingerprint, dict(setting.axes)
-    if warm is not None and bound_layout.is_empty and (warm.graph, dict(warm.axes)) == asked:
-        incumbent.offer("an earlier plan", warm.with_options(setting.options))
-    priced = strategies and not layout.statements
+    setting, bound_layout, began = incumbent.setting, incumbent.bound_layout, incumbent.began
+    _offer_known(incumbent, warm)
+    priced = strategies and not bound_layout.given.statements
     searching = began + time_limit * (SEARCH_SHARE if priced else 1.0)
     work = SearchPhases(
         setting, bound_layout, incumbent, CostTables(setting), searching, searching, until_one_fits=not priced
     )
-    ended = _searched(work, beat_seconds)
+    ended = solved_by_program(work, solver) if solver.method == "ilp" else _searched(work, beat_seconds)
+    if solver.method == "lp":
+        ended = proved_by_relaxation(replace(work, gives_up=math.inf, deadline=began + time_limit), ended, solver)
     if ended.bound >= beat_seconds:
         raise NoFeasiblePlan(f"no plan takes less than {beat_seconds:.3g} s")
     work = replace(work, deadline=began + time_limit, gives_up=math.inf, until_one_fits=True)
@@ -178,19 +217,23 @@ def _solved(
         incumbent.tell("search", ended.bound)
         _offer_strategies(incumbent, ended.bound, work.deadline)
         incumbent.tell("strategies", ended.bound)
-        if incumbent.plan is None and ended.is_cut:
+        if incumbent.plan is None and ended.is_cut and solver.method != "ilp":
             ended = _searched(work, beat_seconds)
     bound, search = max(ended.bound, incumbent.floor), ended.search
+    bound_by = ended.bound_by if bound == ended.bound else "peak rate of the devices"
     if search is not None and not ended.is_part:
         search.best, search.deadline = incumbent.seconds, work.deadline
         prove_small(search)
+        bound_by = "search" if search.is_enumerated or search.proved > bound else bound_by
         bound = search.proved if search.is_enumerated else max(bound, search.proved)
     incumbent.tell("search", bound)
     if incumbent.plan is None or incumbent.costs is None:
-        raise infeasible_error(work)
+        is_unsolved = solver.method == "ilp" and ended.is_cut
+        raise unsolved_error(work, solver, ended) if is_unsolved else infeasible_error(work)
     if verifying():
         verify_assignment(incumbent.setting.graph, incumbent.plan.assignment)
-    variables = () if search is None else search.model.variables
+    model = ended.model if search is None else search.model
+    variables = () if model is None else model.variables
     return SolvedPlan(
         incumbent.plan,
         incumbent.costs,
@@ -199,7 +242,21 @@ def _solved(
         incumbent.origin,
         len(variables),
         sum(len(variable.states) for variable in variables),
+        bound_by,
     )
+
+
+def _offer_known(incumbent: Incumbent, warm: StepPlan | None) -> None:
+    """Offer the plan that the layout gives without a search, and an earlier plan of the same problem."""
+    setting, layout = incumbent.setting, incumbent.bound_layout.given
+    if layout.statements:
+        plan = plan_under(setting, layout)
+        if plan is not None:
+            incumbent.offer("layout", plan.with_options(setting.options))
+    # A plan made for another layout may break this one.
+    asked = setting.graph.fingerprint, dict(setting.axes)
+    if warm is not None and incumbent.bound_layout.is_empty and (warm.graph, dict(warm.axes)) == asked:
+        incumbent.offer("an earlier plan", warm.with_options(setting.options))
 
 
 def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:

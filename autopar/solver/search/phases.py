@@ -133,6 +133,8 @@ class SearchPhases:
     until_one_fits: bool = True
     ways: AxisRoles | None = None
     joined: JoinedAxes | None = None
+    # Origin of the plans that this search offers.
+    origin: str = "search"
     # All plans offered by searches with joined axes, on the mesh with separate axes.
     spread: list[tuple[StepPlan, Costs]] = field(default_factory=list, init=False)
 
@@ -174,9 +176,9 @@ class SearchPhases:
 
     def offer(self, plan: StepPlan) -> Costs:
         if self.joined is None:
-            return self.incumbent.offer("search", plan)
+            return self.incumbent.offer(self.origin, plan)
         plan = self.joined.spread(plan)
-        costs = self.incumbent.offer("search", plan)
+        costs = self.incumbent.offer(self.origin, plan)
         self.spread.append((plan, costs))
         return costs
 
@@ -233,7 +235,7 @@ class SearchPhases:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Last search, None if there was no time for one, and the bound on all plans."""
+    """Last search, None if there was no time for one or no search, and the bound on all plans."""
 
     search: LagrangianSearch | None
     bound: float
@@ -241,6 +243,9 @@ class SearchResult:
     is_part: bool = False
     # A search that was due did not begin in time.
     is_cut: bool = False
+    bound_by: str = "search"
+    # The last model that was solved without a search.
+    model: Model | None = None
 
 
 def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:

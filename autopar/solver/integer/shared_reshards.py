@@ -1,0 +1,134 @@
+"""Reshards that several ops share: `evaluate` counts one where the factors of the model count one for each op."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from autopar.ir.values import NamedNode, NamedTensor
+from autopar.sharding.sharding import Sharding
+from autopar.solver import Floats
+from autopar.solver.integer.formulation import Entries, Formulation
+from autopar.solver.integer.program import IndexBlock
+from autopar.solver.model.cost_tables import CostTables, ValueUse
+from autopar.solver.model.model import Model
+from autopar.solver.model.objective import MEMORY, Sum
+from autopar.solver.model.recompute_variables import RecomputeModes
+
+__all__ = ["add_shared_reshards"]
+
+
+def add_shared_reshards(made: Formulation) -> None:
+    """Add z for each tensor of several ops, and move the costs of its reshards from y to z.
+
+    The costs of z are those of a reshard that is not recomputed, if one of its ops may be so. Memory is not moved:
+    it counts for each op, as in the model.
+    """
+    model = made.model
+    by_scope: dict[tuple[int, ...], list[Entries]] = defaultdict(list)
+    for entries in made.tables:
+        sums = made.sums[entries.block.start]
+        if sums[[key for key in Sum if key is not Sum.FORBIDDEN]].any():
+            by_scope[entries.factor.scope[-2:]].append(entries)
+    tables, again = CostTables(model.setting), _recompute_modes(model)
+    for tensor in model.setting.graph.tensors.values():
+        users = model.setting.users.get(tensor.name, ())
+        place = model.place.get(("value" if tensor.kind == "activation" else "held", tensor.name))
+        if place is not None and len(users) > 1:
+            held = list(dict.fromkeys(model.variables[place].states))
+            uses = [
+                _Use.of(model, tensor, user, number, entries, again)
+                for number, user in enumerate(users)
+                for entries in by_scope.get((place, model.place["op", user.name]), ())
+            ]
+            _add_for_tensor(made, tables, tensor, place, held, uses)
+
+
+def _recompute_modes(model: Model) -> RecomputeModes:
+    layers = [variable for variable in model.variables if variable.kind == "recompute"]
+    names, states = [one.name for one in layers], layers[0].states if layers else ()
+    return RecomputeModes.of(model.setting.graph, model.recompute, names, model.setting.trains, states)
+
+
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """Use of a tensor by one op in one mode of a layer."""
+
+    # Position of the op among the users.
+    number: int
+    entries: Entries
+    # The shardings in which the op takes the tensor, for each column of the table.
+    wants: tuple[frozenset[Sharding], ...]
+    # The op is recomputed.
+    again: bool
+
+    @staticmethod
+    def of(
+        model: Model, tensor: NamedTensor, user: NamedNode, number: int, entries: Entries, again: RecomputeModes
+    ) -> _Use:
+        options = model.variables[entries.factor.scope[-1]].states
+        at = [i for i, name in enumerate(user.operands) if name == tensor.name]
+        taken = [{options[column].operands[i] for i in at} for column in entries.columns.tolist()]
+        flags = again.flags(user.name)
+        return _Use(
+            number, entries, tuple(frozenset(each - {None}) for each in taken), flags[entries.mode % len(flags)]
+        )
+
+
+def _add_for_tensor(
+    made: Formulation, tables: CostTables, tensor: NamedTensor, place: int, held: Sequence[Any], uses: Sequence[_Use]
+) -> None:
+    """Add z for each sharding that several ops may take: a column for each sharding that the tensor may be kept in."""
+    takers: dict[Sharding, list[_Use]] = defaultdict(list)
+    for use in uses:
+        for want in frozenset[Sharding]().union(*use.wants):
+            takers[want].append(use)
+    states = made.model.variables[place].states
+    number_of = {one: i for i, one in enumerate(held)}
+    for number, (want, own) in enumerate(takers.items()):
+        if len({use.number for use in own}) < 2:
+            continue
+
+        @cache
+        def price(again: bool, later: bool, want: Sharding = want) -> Floats:
+            return np.array([_price(tables, tensor, one, want, again, later) for one in held]).T
+
+        least = price(all(use.again for use in own), True)
+        costly = np.flatnonzero(least.any(axis=0))
+        if not len(costly):
+            continue
+        name = f"shared.{tensor.name}&{number}"
+        z = made.add_priced(name, least[:, costly], allowed=True)
+        place_of = np.full(len(held), -1)
+        place_of[costly] = z.ids
+        rows: dict[int, IndexBlock] = {}
+        for use in own:
+            kept_in = np.array([number_of[states[row]] for row in use.entries.rows.tolist()])
+            at, columns = np.flatnonzero(place_of[kept_in] >= 0), np.flatnonzero([want in each for each in use.wants])
+            sums = made.sums[use.entries.block.start].reshape(len(Sum), *use.entries.ids.shape)
+            sums[:, at[:, None], columns] -= price(use.again, use.number > 0)[:, kept_in[at], None]
+            if use.number not in rows:
+                rows[use.number] = made.builder.add_rows(f"{name}.{use.number}", z.count, 0.0, np.inf)
+                made.builder.add(rows[use.number].ids, z.ids, 1.0)
+            own_rows = rows[use.number].start + place_of[kept_in[at]] - z.start
+            made.builder.add(own_rows[:, None], use.entries.ids[np.ix_(at, columns)], -1.0)
+
+
+def _price(tables: CostTables, tensor: NamedTensor, held: Any, want: Sharding, again: bool, later: bool) -> Floats:
+    """Return the sums of one reshard, without memory: as the table of an op has it."""
+    cut, sums = tables.cut(tensor), np.zeros(len(Sum))
+    if tensor.kind == "param":
+        if want != held.shared:
+            gathered = tables.handled(tensor, kept=False).gathered
+            tables.ways.add_moved(sums, cut, held, want, gathered, later)
+        return sums
+    source = held if tensor.kind == "activation" else held.layout
+    use = ValueUse(again, share=tables.setting.prices.share(tensor.name))
+    sums += tables.values(cut, [source], [(want,)], use).at(0, 0)
+    sums[[*MEMORY, Sum.FORBIDDEN]] = 0.0
+    return sums
