@@ -31,6 +31,7 @@ from autopar.sharding.layout.language import Layout, choose_layout, parse_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.options import Outputs, TrainingOptions
 from autopar.sharding.replicas import Drift, batch_dim_of, split_replicas
+from autopar.solver.integer.choice import parse_solver
 from autopar.tracing.trace import check_plain, trace
 
 __all__ = ["parallelize", "plan"]
@@ -52,6 +53,7 @@ def plan(
     time_limit: float = 30,
     devices: int | None = None,
     cache: bool = True,
+    solver: str = "search",
 ) -> Plan:
     """Search the best plan for a model on a mesh, within `time_limit` seconds.
 
@@ -74,6 +76,8 @@ def plan(
         time_limit: seconds of search.
         devices: number of devices of a mesh with open sizes.
         cache: reuse and keep plans in the user's cache.
+        solver: who finds the plan and proves its bound. `"search"`; `"lp"`, the search with the bound of the linear
+            relaxation; or `"ilp"`, the integer program by OR-Tools (`"ilp:highs"`, `"ilp:scip"`, `"ilp:cp-sat"`).
 
     Returns:
         The best plan found, with its predicted costs and a bound on the best possible step time.
@@ -92,7 +96,8 @@ def plan(
     """
     check_outputs(outputs)
     options = TrainingOptions(outputs, local_inputs, optimizer, precision=parse_precision(precision))
-    request = PlanRequest(cluster, memory, options, time_limit, cache, any_mesh=mesh == "?")
+    chosen_solver = parse_solver(solver)
+    request = PlanRequest(cluster, memory, options, time_limit, cache, any_mesh=mesh == "?", solver=chosen_solver)
     meshes = meshes_of(mesh, devices)
     chosen = layout.layout if isinstance(layout, Plan) else layout
     return plan_graph(trace(model, inputs, dims=dims, precision=options.precision), meshes, chosen, request)

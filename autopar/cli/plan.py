@@ -18,8 +18,14 @@ from autopar.cli.plan_arguments import (
     target_text,
     trace_target,
 )
+from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autopar.ir.graph import NamedGraph
+    from autopar.mesh import Mesh
+    from autopar.plans.find import PlanRequest
     from autopar.plans.plan import Plan
 
 __all__ = ["add_parser"]
@@ -29,6 +35,8 @@ EXAMPLES = """examples:
   autopar plan examples/llama3_8b.py:llama3_8b --set loss=True --mesh dp=8,tp=8 --cluster h100 -o llama.plan.lay
   autopar plan examples/llama3_8b.py:llama3_8b --mesh "?" --devices 64 --cluster h100 --memory 70GiB
   autopar plan examples/gpt.py:gpt --mesh dp=2,tp=2 --layout "batch -> dp" --json
+  autopar plan examples/gpt.py:gpt --mesh dp=4 --solver ilp:scip
+  autopar plan examples/gpt.py:gpt --mesh dp=4 --write-model gpt.mps
 
 --json prints one object; --json-schema prints its schema. Exit codes: 0, 1 (no plan fits), 2 (the command was wrong).
 """
@@ -54,6 +62,17 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--time-limit", metavar="SECONDS", type=float, default=30.0, help="seconds of search (default: 30)"
     )
+    parser.add_argument(
+        "--solver",
+        metavar="NAME",
+        help="who finds the plan and proves its bound: search (default); lp, the search with the bound of the linear "
+        "relaxation, lp:highs, lp:glop, lp:pdlp; ilp, the integer program by OR-Tools, ilp:highs, ilp:scip, ilp:cp-sat",
+    )
+    parser.add_argument(
+        "--write-model",
+        metavar="FILE",
+        help="write the integer program, as in plan.mps or plan.lp; without --solver, end there",
+    )
     parser.add_argument("--no-cache", action="store_true", help="neither read nor write the cache of plans")
     parser.add_argument("--no-experts", action="store_true", help="do not compare with published strategies")
     add_json(parser, "plan")
@@ -67,6 +86,11 @@ def run(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     progress.say(f"tracing {arguments.target}")
     graph = trace_target(arguments)
+    if arguments.write_model is not None:
+        _write_model(graph, possible, arguments, request)
+        if arguments.solver is None:
+            progress.done()
+            return 0
     from autopar.plans.find import plan_graph
     from autopar.plans.strategies import faster_strategy
     from autopar.solver.infeasible import NoFeasiblePlan
@@ -97,6 +121,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         print(f"\nwritten to {arguments.output}")
     return 0
+
+
+def _write_model(
+    graph: NamedGraph, possible: Sequence[Mesh], arguments: argparse.Namespace, request: PlanRequest
+) -> None:
+    """Write the integer program of the request, and say on stderr how large it is."""
+    from autopar.plans.program import program_of
+    from autopar.solver.integer.write_program import write_program
+
+    if len(possible) > 1:
+        raise AutoparError(
+            f"--write-model {arguments.write_model}: a program has one mesh, and {len(possible)} are open\n"
+            "fix: --mesh with all sizes, as in --mesh dp=2,tp=2"
+        )
+    made = program_of(graph, possible[0], arguments.layout, request)
+    write_program(made, arguments.write_model)
+    print(f"{arguments.write_model}: {made.program.counts}", file=sys.stderr)
 
 
 def _experts(plan: Plan, progress: ProgressLine) -> dict[str, Plan]:

@@ -114,6 +114,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     """Return the request of the command line, checked before anything is traced."""
     from autopar.plans.find import PlanRequest
     from autopar.sharding.options import TrainingOptions
+    from autopar.solver.integer.choice import parse_solver
 
     request = PlanRequest(
         arguments.cluster,
@@ -126,6 +127,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         time_limit=getattr(arguments, "time_limit", 30.0),
         cache=not getattr(arguments, "no_cache", False),
         any_mesh=getattr(arguments, "mesh", None) == "?",
+        solver=parse_solver(getattr(arguments, "solver", None) or "search"),
     )
     cluster = request.cluster_value()
     request.limit_bytes(cluster, None)
@@ -320,6 +322,7 @@ def check_words(arguments: argparse.Namespace) -> None:
     limit = said.get("time_limit")
     if limit is not None and not 0 < limit < inf:
         raise AutoparError(f"--time-limit {limit:g}: expected a number of seconds above 0")
+    _check_solver(said.get("solver"), said.get("write_model"))
     layout = said.get("layout")
     if layout == "":
         raise AutoparError("--layout: the layout is empty\nfix: leave --layout out, then all of it is searched")
@@ -331,6 +334,18 @@ def check_words(arguments: argparse.Namespace) -> None:
     for name in ("output", "times"):
         if said.get(name) is not None:
             check_writable(said[name], f"--{name}")
+
+
+def _check_solver(solver: str | None, path: str | None) -> None:
+    if solver is None and path is None:
+        return
+    from autopar.solver.integer.choice import check_format, parse_solver
+
+    if solver is not None:
+        parse_solver(solver)
+    if path is not None:
+        check_format(path)
+        check_writable(path, "--write-model")
 
 
 def _axes(mesh: str | None) -> SubMesh | None:

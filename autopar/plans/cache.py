@@ -24,6 +24,7 @@ from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import step_plan
+from autopar.solver.integer.choice import SolverChoice
 
 __all__ = ["find", "folder", "keep", "key", "last", "planner_version"]
 
@@ -42,9 +43,10 @@ def key(
     limit_bytes: int,
     options: TrainingOptions,
     time_limit: float,
+    solver: SolverChoice,
 ) -> str:
     """Return the key of a request: equal for equal requests to the same version of the planner."""
-    request = (graph.fingerprint, str(mesh), repr(cluster), str(layout), limit_bytes, repr(options), time_limit)
+    request = (graph.fingerprint, str(mesh), repr(cluster), str(layout), limit_bytes, repr(options), time_limit, solver)
     text = "\n".join(map(str, (planner_version(), *request)))
     return f"{_family(graph, mesh)}-{sha256(text.encode()).hexdigest()[:24]}"
 

@@ -37,6 +37,7 @@ from autopar.sharding.schedules import Schedule
 from autopar.sharding.time_slice import propagate_plan, step_plan
 from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
+from autopar.solver.integer.choice import SEARCH, SolverChoice
 from autopar.solver.shapes import PricedShape, ShapeSearch
 from autopar.solver.solve import SolvedPlan, check_in_time, uncollected
 from autopar.solver.staged_plan import staged_plan, with_bound
@@ -45,6 +46,7 @@ __all__ = [
     "PlanRequest",
     "check_outputs",
     "cluster_here",
+    "is_memory_limit",
     "plan_graph",
     "plan_under_layout",
     "request_like",
@@ -72,6 +74,8 @@ class PlanRequest:
     cache: bool = True
     # True: any mesh of as many devices may be proposed, with stages of a pipeline too.
     any_mesh: bool = False
+    # Who finds the plan and proves its bound.
+    solver: SolverChoice = SEARCH
 
     def cluster_value(self) -> Cluster:
         if isinstance(self.cluster, Cluster):
@@ -317,13 +321,13 @@ def _in_one_order(
     given = None if layout is None else with_speeds(graph, choose_layout(layout, axes), axes, cluster, mesh.links)
     limit = request.limit_bytes(cluster, given)
     # The limit is in `limit` already. A mesh statement is checked where the layout is read.
-    said = None if given is None else Layout(tuple(one for one in given if not _is_limit(one)), given.name)
+    said = None if given is None else Layout(tuple(one for one in given if not is_memory_limit(one)), given.name)
     demanded = None if said is None else Layout(tuple(one for one in said if not isinstance(one, MeshStatement)))
     options = request.options_on(mesh)
     if said is not None:
         schedule = said.pipeline.schedule if said.pipeline and axes.get(said.pipeline.axis, 1) > 1 else None
         _check_in_time(graph, said.micro_batches, schedule, options.micro_batches)
-    key = cache.key(graph, mesh, cluster, demanded, limit, options, request.time_limit)
+    key = cache.key(graph, mesh, cluster, demanded, limit, options, request.time_limit, request.solver)
     known = cache.find(key, graph, cluster) if request.cache else None
     within = demanded is not None and bool(demanded.statements)
     # A cached plan is a file that anyone may have changed.
@@ -347,6 +351,7 @@ def _in_one_order(
             progress=progress,
             warm=warm,
             beat_seconds=beat_seconds,
+            solver=request.solver,
         )
     except LayoutError as error:
         raise in_a_micro_batch(error, said) from None
@@ -374,7 +379,9 @@ def _plan_of(
     if said is not None:
         check_contracts(said, graph, decided.assignment, lower_step(graph, decided).reshard_plan.inserted())
     bound = solved.bound_seconds if solved.gap <= LARGEST_GAP else 0.0
-    plan = Plan(graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within)
+    plan = Plan(
+        graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within, bound_by=solved.bound_by
+    )
     if decided.assignment.pipelining is not None:
         # The stages that run follow from the text: which ops vary in time depends on all shardings.
         again = step_plan(graph, plan.layout, propagate(graph, plan.layout, mesh.whole))
@@ -396,7 +403,7 @@ def _check_in_time(graph: NamedGraph, micro: MicroBatches | None, schedule: Sche
     check_in_time(graph, micro, schedule)
 
 
-def _is_limit(statement: object) -> bool:
+def is_memory_limit(statement: object) -> bool:
     return isinstance(statement, Limit) and statement.quantity == "memory"
 
 
@@ -422,7 +429,7 @@ def plan_under_layout(
     graph = stated_graph(graph, said, request.options.outputs)
     said = with_speeds(graph, said, mesh.whole, cluster, mesh.links)
     limit = request.limit_bytes(cluster, said)
-    kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
+    kept = Layout(tuple(one for one in said if not is_memory_limit(one)), said.name)
     decided = propagate_plan(graph, kept, mesh.whole).with_options(request.options_on(mesh))
     stages = decided.assignment.pipelining
     _check_in_time(graph, decided.micro, None if stages is None else stages.schedule, decided.options.micro_batches)

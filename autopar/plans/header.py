@@ -44,6 +44,8 @@ class Header:
     by_level: LevelSums = NO_LEVEL_SUMS
     # Number of statements of the file, to detect one that was cut off.
     statements: int = 0
+    # Who proved the bound, if not the search.
+    bound_by: str = ""
 
     def lines(self) -> list[str]:
         """Return the lines of the head; values that equal their default are left out."""

@@ -135,9 +135,11 @@ class Plan(PlanRecord):
     def _with_claim(self, header: Header | None) -> Plan:
         """Add the bound of its file, if the file predicts the same step time."""
         bound = None if header is None else header.bound_seconds
-        if header is None or bound is None or not isclose(self.step_seconds, header.step_seconds, rel_tol=1e-6):
+        if header is None or bound is None or bound > self.step_seconds * (1 + 1e-6):
             return self
-        return replace(self, bound_seconds=bound, claimed=True) if bound <= self.step_seconds * (1 + 1e-6) else self
+        if not isclose(self.step_seconds, header.step_seconds, rel_tol=1e-6):
+            return self
+        return replace(self, bound_seconds=bound, claimed=True, bound_by=header.bound_by or "search")
 
     def summary(self) -> str:
         """Return the plan on one screen: dims, one layer, communication, time, memory.

@@ -65,6 +65,8 @@ class PlanRecord:
     within_layout: bool = False
     # True if the bound was read from a file: costs are predicted anew, a bound would take a search.
     claimed: bool = False
+    # `search`, or the program that proved the bound.
+    bound_by: str = ""
 
     @cached_property
     def costs(self) -> Costs:
@@ -96,6 +98,12 @@ class PlanRecord:
         With a layout, the best plan is the best one that follows it.
         """
         return relative_gap(self.step_seconds, self.bound_seconds) if self.bound_seconds else None
+
+    @property
+    def proof(self) -> str:
+        """Return who proved the bound, as the end of a phrase; nothing for a search."""
+        claimed = ", as its file claims" if self.claimed else ""
+        return claimed + (f", proved by the {self.bound_by}" if self.bound_by not in ("", "search") else "")
 
     @cached_property
     def network(self) -> Network:
@@ -178,6 +186,7 @@ class PlanRecord:
             self.origin,
             self.within_layout,
             self.by_level,
+            bound_by="" if self.bound_by == "search" else self.bound_by,
         )
 
     @cached_property

@@ -45,7 +45,9 @@ def faster_strategy(plan: Plan, experts: Mapping[str, Plan]) -> Plan:
     name = min((name for name, one in experts.items() if one.fits), key=lambda name: _rank(experts[name]), default=None)
     if name is None or plan.within_layout or experts[name].step_seconds >= plan.step_seconds:
         return plan
-    return replace(experts[name], bound_seconds=plan.bound_seconds, origin=name, target=plan.target)
+    return replace(
+        experts[name], bound_seconds=plan.bound_seconds, bound_by=plan.bound_by, origin=name, target=plan.target
+    )
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:

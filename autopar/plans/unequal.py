@@ -20,6 +20,7 @@ from autopar.sharding.replicas import Drift
 from autopar.sharding.shares import InfeasibleShares, asks_for_speed, by_numbers, marked, share_terms, shares_along
 from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
+from autopar.solver.integer.choice import SolverChoice
 from autopar.solver.solve import SolvedPlan, solve_plan
 
 __all__ = ["solve_with_shares", "with_replica_speeds", "with_speeds"]
@@ -59,6 +60,7 @@ def solve_with_shares(
     progress: Callable[[Progress], None] | None,
     warm: StepPlan | None,
     beat_seconds: float,
+    solver: SolverChoice,
 ) -> SolvedPlan:
     """Search a plan; where devices are unequal, search with shares of the samples by speed and with even ones.
 
@@ -82,6 +84,7 @@ def solve_with_shares(
                 progress=progress,
                 warm=warm if way.shares is None else None,
                 beat_seconds=beat_seconds if best is None else min(beat_seconds, best.costs.step_seconds),
+                solver=solver,
             )
         except (NoFeasiblePlan, LayoutError) as error:
             refused = error

@@ -61,6 +61,8 @@ AT_ONCE: list[Case] = [
     (("verify", GPT, *MESH, "--precision", "fp8"), 2, "one process multiplies in bf16"),
     (("trace", GPT, "--precision", "int8"), 2, "no preset is called 'int8'"),
     (("plan", GPT, *MESH, "-o", "."), 2, "this is a folder"),
+    (("plan", GPT, *MESH, "--solver", "ilp:high"), 2, "unknown solver 'ilp:high'; did you mean 'ilp:highs'?"),
+    (("plan", GPT, *MESH, "--write-model", "plan.txt"), 2, "--write-model plan.txt: expected a file .mps or .lp"),
     (("plan", GPT, *MESH, "-o", "/proc/new.lay"), 2, "--output /proc/new.lay: cannot be written"),
     (("plan", GPT, *MESH, "--memory", "-1GiB"), 2, "as in --memory=-1"),
     (("plan", GPT, *MESH, "--memory=-1GiB"), 2, "invalid memory='-1GiB': '-' has no meaning here\nfix: write"),

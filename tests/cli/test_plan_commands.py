@@ -91,6 +91,32 @@ def test_plan_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert out.startswith("x[batch features]")
 
 
+@pytest.mark.parametrize("solver", ["lp", "ilp:scip"])
+def test_plan_tells_who_proved_it(solver: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Time, bound and their origin; the solvers write nothing between."""
+    words = ("plan", MLP, "--mesh", "dp=2", "--cluster", "h100", "--no-experts", "--json", "--solver", solver)
+    code, out, _ = run(capsys, *words)
+    data = json.loads(out)
+    assert code == 0
+    assert data["bound_seconds"] <= data["step_seconds"]
+    assert data["gap"] <= 1e-2
+    assert data["bound_by"] == {"lp": "search", "ilp:scip": "integer program (scip)"}[solver]
+    assert data["origin"] == {"lp": "search", "ilp:scip": "integer program (scip)"}[solver]
+
+
+def test_plan_writes_the_program(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Without a solver nothing is planned. A mesh must be closed."""
+    path = tmp_path / "plan.lp"
+    code, out, err = run(capsys, "plan", MLP, "--mesh", "dp=2", "--cluster", "h100", "--write-model", str(path))
+    assert (code, out) == (0, "")
+    assert re.search(r"plan\.lp: [\d,]+ variables \([\d,]+ binary\), [\d,]+ constraints", err)
+    assert "\\ op.up.0/linear@none#1: splits" in path.read_text()
+    words = ("plan", MLP, "--mesh", "?", "--devices", "4", "--cluster", "h100", "--write-model", str(path))
+    code, out, err = run(capsys, *words)
+    assert code == 2
+    assert "a program has one mesh, and 3 are open" in err
+
+
 def test_plan_beside_experts(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "plan", GPT, *WHERE, "--layout", "ddp(dp=dp)", "--json")
     data = json.loads(out)

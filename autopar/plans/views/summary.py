@@ -46,11 +46,7 @@ def _head(plan: PlanRecord) -> list[str]:
     fits = _fits(plan.costs.limited_bytes <= plan.limit_bytes)
     best = "the best plan within the layout" if plan.within_layout else "the best plan"
     unproved = "no lower bound" if plan.bound_seconds is None else "no lower bound within the time limit"
-    gap = (
-        unproved
-        if plan.gap is None
-        else f"at most {percent_text(plan.gap)} from {best}{', as its file claims' if plan.claimed else ''}"
-    )
+    gap = unproved if plan.gap is None else f"at most {percent_text(plan.gap)} from {best}{plan.proof}"
     origin = f"from {plan.origin}" if plan.origin else ""
     share = percent_text(plan.limit_bytes / plan.cluster.device.memory_bytes)
     limit = f"{bytes_text(plan.limit_bytes)} per device, {share} of its memory"

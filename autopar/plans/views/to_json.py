@@ -53,6 +53,7 @@ def costs_data(plan: PlanRecord) -> dict[str, Any]:
         "precision": precision_data(plan.decided.options.precision),
         "step_seconds": costs.step_seconds,
         "bound_seconds": plan.bound_seconds or None,
+        "bound_by": plan.bound_by or None,
         "gap": plan.gap,
         "claimed": plan.claimed,
         "fits": plan.fits,
