@@ -16,6 +16,8 @@ from autopar.ir.precision import Precision
 MOST_RATIO = 1.5
 # Rows and columns of a product that reaches the best rate of a device.
 LARGE = 16384
+# Dims of the widest heads that models have.
+HEAD_DIMS = 128
 # Shares of the peak within which two rates are the same.
 TOLERANCE = 1.01
 
@@ -45,5 +47,6 @@ def _reached(graph: NamedGraph, device: Device, precision: Precision) -> float:
     for dtype in dtypes:
         seconds = product_seconds(product, dtype.itemsize, device.matrix, peak_of(device, dtype), device.stream)
         rates.append(product.flops / seconds * device.sustained_fraction)
-    rates.append(device.attention.forward_fraction * peak_of(device, own) * device.sustained_fraction)
+    softmax = 1.0 + device.attention.softmax / HEAD_DIMS
+    rates.append(device.attention.forward_fraction / softmax * peak_of(device, own) * device.sustained_fraction)
     return max(rates) / peak_of(device, own)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
-from benchmarks.published import communication, products
+from benchmarks.published import attention, communication, products
 from benchmarks.published.price import price
 from benchmarks.published.readers.rows import read_rows
 from benchmarks.published.tables import READERS, Judged, Priced, judge, reader_of
 
-KNOWN = (*READERS, *communication.READERS, *products.READERS)
+KNOWN = (*READERS, *communication.READERS, *products.READERS, *attention.READERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +73,7 @@ def _report(paths: Sequence[Path]) -> dict[str, Any]:
         "runs": runs,
         "collectives": [asdict(one) for one in communication.tables(paths)],
         "products": [asdict(one) for one in products.tables(paths)],
+        "attention": [asdict(one) for one in attention.tables(paths)],
     }
 
 
@@ -99,7 +100,7 @@ def _text(report: dict[str, Any]) -> str:
     for table in report["runs"]:
         lines += [_run_line(Judged(**part)) for part in table["parts"]]
         lines += [_row_line(row) for row in table.get("priced", ())]
-    for one in (*report["collectives"], *report["products"]):
+    for one in (*report["collectives"], *report["products"], *report["attention"]):
         lines.append(
             f"{one['name']}: {one['rows']} rows, {one['left_out']} left out; median |error| "
             f"{_percent(one['large_error'])} of {one['large_rows']} large, "

@@ -27,7 +27,7 @@ from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan
 from autopar.submesh import SubMesh
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
-from benchmarks.published.runs import Run, Software, layout_of
+from benchmarks.published.runs import FLASH_2, Run, Software, layout_of
 
 __all__ = ["BLOCKS", "Amounts", "Parts", "parts_of"]
 
@@ -280,7 +280,7 @@ def _saved(graph: NamedGraph, plan: StepPlan) -> list[float]:
 def _cluster(run: Run) -> Cluster:
     """Return the cluster, with attention as fast as the kernel that the run had."""
     cluster, share = load_cluster(run.cluster), run.software.attention_fraction
-    rates = cluster.device.attention
+    rates = FLASH_2.get(cluster.device.name, cluster.device.attention)
     slower = replace(
         rates, forward_fraction=share * rates.forward_fraction, backward_fraction=share * rates.backward_fraction
     )

@@ -12,7 +12,7 @@ from benchmarks.published.metrics import Pair
 from benchmarks.published.readers.rows import Row, read_rows
 from benchmarks.published.sizes import JudgedBySize, Timing, judge_by_size
 
-__all__ = ["READERS", "MeasuredProduct", "judge", "tables"]
+__all__ = ["READERS", "MeasuredProduct", "by_software", "judge", "predicted_seconds", "tables"]
 
 # Flops below which the start of a kernel counts for more than its rate.
 LARGE_FLOPS = 1e9
@@ -26,6 +26,8 @@ class MeasuredProduct:
     dtype: str
     product: MatmulShape
     seconds: float
+    # Which half of a table, where one half was used to fit a device: `fit` or `held`.
+    half: str = ""
 
 
 def tables(paths: Iterable[Path]) -> list[JudgedBySize]:
@@ -43,6 +45,9 @@ def judge(name: str, measured: Sequence[MeasuredProduct]) -> list[JudgedBySize]:
     parts = [(name, list(measured))]
     if len(devices) > 1:
         parts += [(f"{name}, {device}", [one for one in measured if one.device == device]) for device in devices]
+    for device, half in sorted({(one.device or "", one.half) for one in measured if one.half}):
+        own = [one for one in measured if (one.device or "", one.half) == (device, half)]
+        parts.append((f"{name}, {device}, {half}", own))
     return [judge_by_size(part, map(_timing, rows)) for part, rows in parts]
 
 
@@ -59,8 +64,18 @@ def predicted_seconds(device_name: str, dtype: str, product: MatmulShape) -> flo
 # -- readers ----------------------------------------------------------------------------------------------------------
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+SERVED = {"A100": "a100-80", "H100": "h100", "B200": "b200"}
 SWEPT = {"A100": "a100-40", "V100": "v100"}
-BEST = {"A100 SXM": "a100-80", "H100 SXM": "h100", "H200 SXM": "h200", "B200 SXM": "b200", "GB200 SXM": "gb200"}
+BEST = {
+    "A100 SXM": "a100-80",
+    "H100 SXM": "h100",
+    "H200 SXM": "h200",
+    "B200 SXM": "b200",
+    "GB200 SXM": "gb200",
+    "B300 SXM": "b300",
+    "AMD MI300X": "mi300x",
+    "AMD MI355X": "mi355x",
+}
 
 
 def _swept(row: Row) -> MeasuredProduct:
@@ -86,5 +101,16 @@ def _best(row: Row) -> MeasuredProduct:
     return MeasuredProduct(device, dtype, product, product.flops / (row.number("max_achieved_tflops") * 1e12))
 
 
+def by_software(row: Row) -> MeasuredProduct:
+    """Return a product as an inference server runs it; half of the rows were used to fit the device."""
+    dtype, device = row.text("dtype"), SERVED.get(row.text("gpu"))
+    product = MatmulShape(1, row.whole("m"), row.whole("n"), row.whole("k"))
+    return MeasuredProduct(device, dtype, product, row.number("microseconds") * 1e-6, row.text("half"))
+
+
 # Keys are parts of the file's name.
-READERS: Mapping[str, Callable[[Row], MeasuredProduct]] = {"micro_gemm_sweeps": _swept, "micro_gemm_mamf": _best}
+READERS: Mapping[str, Callable[[Row], MeasuredProduct]] = {
+    "micro_gemm_sweeps": _swept,
+    "micro_gemm_mamf": _best,
+    "micro_products": by_software,
+}

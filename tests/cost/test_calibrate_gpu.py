@@ -116,7 +116,7 @@ def test_products_are_of_numbers_that_differ(monkeypatch: pytest.MonkeyPatch) ->
 
 # -- what is written ---------------------------------------------------------------------------------------------------
 
-HOST, SHARE, SOFTMAX = 25e-6, 0.9, 30
+HOST, SHARE, SOFTMAX = 25e-6, 0.9, 39
 
 
 def made(device: Device) -> Measurements:

@@ -13,6 +13,8 @@ import pytest
 from autopar.cost.compute.matmul_time import MatmulShape, MatmulUnit, Tile, product_seconds
 from autopar.cost.hardware.cluster import load_device
 from benchmarks.gemm import LARGE_FLOPS, errors, read
+from benchmarks.published.products import by_software, predicted_seconds
+from benchmarks.published.readers.rows import read_rows
 
 PEAK, STREAM = 1e12, 1e12
 PLAIN = MatmulUnit(10, 0.0, 0, 0.0, MappingProxyType({}), (Tile(100, 100, 1.0),))
@@ -90,3 +92,35 @@ def test_published_sweeps(device: str, most: float) -> None:
     assert len(large) > 300
     found = load_device(device)
     assert median(map(abs, errors(large, found.matrix, found))) < most
+
+
+def test_long_products_meet_the_limit_of_power() -> None:
+    """The rate falls from 0.1 to 1 TFLOP by the logarithm, and no further."""
+    cold = replace(PLAIN, start_seconds=0.0, fill=0)
+    hot = replace(cold, throttled_fraction=0.8)
+
+    def slower(reduction: int) -> float:
+        product = MatmulShape(1, 8192, 8192, reduction)
+        return product_seconds(product, 2, hot, 1e15, 1e18) / product_seconds(product, 2, cold, 1e15, 1e18)
+
+    per_step = 2 * 8192 * 8192
+    assert slower(int(0.9e11 / per_step)) == 1.0
+    assert slower(int(10**11.5 / per_step)) == pytest.approx(1 / 0.9, rel=1e-3)
+    assert [slower(int(flops / per_step)) for flops in (1.1e12, 1e13)] == pytest.approx([1 / 0.8] * 2, rel=1e-4)
+
+
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "published" / "measured"
+
+
+@pytest.mark.parametrize(("device", "all_sizes", "long"), [("h100", 0.08, 0.05), ("b200", 0.09, 0.09)])
+def test_the_half_of_products_that_was_not_fitted(device: str, all_sizes: float, long: float) -> None:
+    rows = [by_software(row) for row in read_rows(MEASURED / "micro_products_aiconfigurator.csv")]
+    held = [one for one in rows if one.device == device and one.half == "held"]
+    assert len(held) > 100
+
+    def error(least: float) -> float:
+        own = (one for one in held if one.product.flops > least)
+        return median(abs(predicted_seconds(device, one.dtype, one.product) / one.seconds - 1) for one in own)
+
+    assert error(1e9) < all_sizes
+    assert error(1e12) < long

@@ -167,6 +167,7 @@ def _tiled_matrix(matrix: MatmulUnit) -> list[str]:
         f"start = {_inherited(matrix.start_seconds * 1e6, 'us')}",
         f'fill = "{matrix.fill} [inherited]"',
         f"split = {_inherited(matrix.split_seconds * 1e6, 'us')}",
+        f"throttled = {_inherited(100 * matrix.throttled_fraction, '%')}",
         f"aligned = {{ {aligned} }}" if aligned else "aligned = {}",
     ]
     for tile in matrix.tile:

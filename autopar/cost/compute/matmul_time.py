@@ -2,7 +2,8 @@
 
 A library cuts the result into tiles and gives each processor one at a time. The last wave is often not full, and tiles
 overlap the edges of the result. With too few tiles the library also splits the reduction and adds up the parts. The
-fastest kernel is taken. Rows that are not aligned to 16 bytes are read in smaller pieces, at a lower rate. The
+fastest kernel is taken. Rows that are not aligned to 16 bytes are read in smaller pieces, at a lower rate. A product
+that lasts for a millisecond or more meets the limit of power of some devices, and has a lower rate. The
 constants belong to a device (`[matrix]` in its file) and are fitted to measured products by `benchmarks.gemm`.
 """
 
@@ -11,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, log
 
 # Parts into which libraries split a reduction, and the least length of a part.
 REDUCTION_PARTS = (1, 2, 4, 8, 16)
 SHORTEST_PART = 256
+# Products of up to so many FLOPs end before the limit of power is met, and from so many on they run at it. Between the
+# two the rate falls by the logarithm (public products on H100 and B200, in docs/costs.md).
+UNTHROTTLED_FLOPS = 1e11
+THROTTLED_FLOPS = 1e12
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,14 @@ class MatmulUnit:
     # Share of the rate for rows aligned to 2, 4 or 8 bytes only.
     aligned_fraction: Mapping[str, float]
     tile: tuple[Tile, ...]
+    # Share of the rate that is left for a product long enough to meet the limit of power.
+    throttled_fraction: float = 1.0
 
     # `product_seconds` is cached by its arguments, and a mapping has no hash.
     def __hash__(self) -> int:
-        return hash((self.processors, self.start_seconds, self.fill, self.split_seconds, self.tile))
+        return hash(
+            (self.processors, self.start_seconds, self.fill, self.split_seconds, self.tile, self.throttled_fraction)
+        )
 
     def at_speed(self, fraction: float) -> MatmulUnit:
         """Return the constants of a device at a fraction of its speed; the peak rate is no part of them."""
@@ -82,7 +91,8 @@ def product_seconds(
     streaming = product.bytes(itemsize) / bytes_per_second
     if matrix is None:
         return max(product.flops / peak_flops, streaming)
-    rate = peak_flops / matrix.processors * _aligned_fraction(matrix, product, itemsize)
+    share = _aligned_fraction(matrix, product, itemsize) * _throttled_fraction(matrix, product.flops)
+    rate = peak_flops / matrix.processors * share
     reached = {
         size: tile.reached_fraction
         for tile in matrix.tile
@@ -111,6 +121,14 @@ def _tile_seconds(
         summed = product.batch * product.rows * product.columns * parts * 4
         seconds += matrix.split_seconds + 2 * summed / bytes_per_second
     return seconds
+
+
+def _throttled_fraction(matrix: MatmulUnit, flops: float) -> float:
+    """Return the share of the rate that the limit of power leaves a product: all of it, if it is short."""
+    if matrix.throttled_fraction == 1.0 or flops <= UNTHROTTLED_FLOPS:
+        return 1.0
+    way = log(flops / UNTHROTTLED_FLOPS) / log(THROTTLED_FLOPS / UNTHROTTLED_FLOPS)
+    return 1.0 - (1.0 - matrix.throttled_fraction) * min(1.0, way)
 
 
 def _aligned_fraction(matrix: MatmulUnit, product: MatmulShape, itemsize: int) -> float:

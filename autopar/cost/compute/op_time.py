@@ -16,6 +16,7 @@ from operator import add
 
 import torch
 
+from autopar.cost.compute.attention_rates import attention_fractions
 from autopar.cost.compute.logit_bytes import logit_bytes
 from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
 from autopar.cost.compute.rates import peak_of
@@ -405,9 +406,7 @@ class _OpTimer:
         matrix = self.device.matrix
         busy = min(1.0, blocks / matrix.processors) if matrix is not None and blocks else 1.0
         works = []
-        forward = rates.forward_fraction * (rates.causal_fraction if share < 1 else 1.0)
-        forward *= width / (width + 2 * rates.softmax)
-        backward = rates.backward_fraction * (rates.causal_backward_fraction if share < 1 else 1.0)
+        forward, backward = attention_fractions(rates, width, keys * share, share < 1, ring.calls)
         for times, reached in ((1.0, forward), (BACKWARD_PRODUCTS, backward)):
             rate = peak * reached * self.device.sustained_fraction * busy
             size = moved * times

@@ -47,6 +47,8 @@ class AttentionRates:
     causal_backward_fraction: float = 1.0
     # Time of the softmax of a score in the forward, in head dims: as long as the products of so many more dims.
     softmax: int = 0
+    # Start and end of a tile of queries, in keys: as long as the products with so many more keys.
+    start_keys: int = 0
 
 
 @dataclass(frozen=True)
