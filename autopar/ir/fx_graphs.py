@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +40,15 @@ def is_factory(node: Node) -> bool:
         and not node.all_input_nodes
         and any(argument.name == "device" for argument in schema.arguments)
     )
+
+
+def frozen_argument(value: Any) -> Hashable:
+    """Return an argument of a node as a value that tells `1` from `1.0` and `True`."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(frozen_argument, value))
+    if isinstance(value, dict):
+        return tuple((key, frozen_argument(item)) for key, item in value.items())
+    return type(value), value
 
 
 # -- checkpoint regions ------------------------------------------------------------------------------------------------

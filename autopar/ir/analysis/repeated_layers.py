@@ -22,6 +22,7 @@ import torch
 from torch.fx import Node
 
 from autopar.ir.exported import Exported
+from autopar.ir.fx_graphs import frozen_argument
 
 
 @dataclass(frozen=True)
@@ -282,15 +283,7 @@ def _inputs(node: Node) -> list[Node]:
 
 def _signature(node: Node) -> Hashable:
     constants = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: None)
-    return node.target, _frozen(constants), _shape(node.meta.get("val"))
-
-
-def _frozen(value: Any) -> Hashable:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in value.items())
-    return type(value), value
+    return node.target, frozen_argument(constants), _shape(node.meta.get("val"))
 
 
 def _shape(val: Any) -> Hashable:

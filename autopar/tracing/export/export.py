@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 import warnings
@@ -14,27 +13,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.export import Dim
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparWarning, TraceError
-from autopar.ir.call_arguments import apart, bind, check_overlaps, flatten_arguments, plain_call, signature_of
-from autopar.ir.exported import Autocast, Exported, Mutation, OutputTree, Placeholder, autocast_state, entered
-from autopar.ir.pytree import Flattened, Mapped, UnsupportedValueError, flatten, shallow_state, unflatten
-from autopar.tracing.annotations import tracing
-from autopar.tracing.export.intercept import (
-    check_autocast,
-    check_hooks,
-    intercept_torch,
-    keep_random_ops,
-    remove_new_attributes,
-)
-from autopar.tracing.export.refuse import Refusal, check_static, raise_trace_errors, record_origins
+from autopar.ir.call_arguments import apart, bind, check_overlaps, flatten_arguments, signature_of
+from autopar.ir.exported import Autocast, Exported, Mutation, OutputTree, Placeholder, autocast_state
+from autopar.ir.pytree import Flattened, Mapped
+from autopar.tracing.export.intercept import check_autocast, check_hooks
+from autopar.tracing.export.program_graph import PREFIX, ProgramInput, ProgramMutation, renumbered
+from autopar.tracing.export.refuse import check_static, raise_trace_errors, record_origins
+from autopar.tracing.export.run_export import FlatCall, run_export
 from autopar.tracing.passes.drop_checks import drop_checks
 from autopar.tracing.passes.normalise import ExportFacts, normalise
 
-# Path of the user's model in the module that is exported.
-PREFIX = "model."
 _KINDS: Mapping[InputKind, Literal["param", "buffer", "constant"]] = {
     InputKind.PARAMETER: "param",
     InputKind.BUFFER: "buffer",
@@ -60,8 +52,9 @@ class Capture:
     graph: Graph
     # Modules that `get_attr` nodes of the graph name.
     root: nn.Module
-    input_specs: tuple[InputSpec, ...]
-    output_specs: tuple[OutputSpec, ...]
+    # Meaning of the placeholders, and of the first outputs.
+    inputs: tuple[ProgramInput, ...]
+    mutated: tuple[ProgramMutation, ...]
     constants: Mapping[str, torch.Tensor]
     output_tree: OutputTree
     # Buffers that the forward replaced.
@@ -71,15 +64,20 @@ class Capture:
     autocast: tuple[Autocast, ...]
 
 
-def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exported:
-    """Export a model called with `inputs`: a tuple of positional or a dict of keyword arguments."""
-    return finish(capture(model, inputs))
+def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], *, layers_once: bool = True) -> Exported:
+    """Export a model called with `inputs`: a tuple of positional or a dict of keyword arguments.
+
+    With `layers_once` equal layers are traced once and instantiated; the result is the same.
+    """
+    return finish(capture(model, inputs, layers_once=layers_once))
 
 
 def capture(
     model: nn.Module,
     inputs: tuple[Any, ...] | Mapping[str, Any],
     varying: Sequence[Collection[int]] | None = None,
+    *,
+    layers_once: bool = True,
 ) -> Capture:
     """Capture and decompose a call of a model; the dims `varying` of each input tensor get symbolic sizes."""
     owner = type(model).__name__
@@ -87,7 +85,7 @@ def capture(
     arguments = bind(signature, owner, inputs)
     flat = flatten_arguments(arguments, owner)
     autocast = autocast_state()
-    call = _FlatCall(model, signature, flat, autocast)
+    call = FlatCall(model, signature, flat, autocast)
     # The one device of all parameters, else of all inputs; None for several devices.
     tensors = (*model.parameters(), *model.buffers()) or flat.tensors
     devices = {tensor.device for tensor in tensors}
@@ -99,20 +97,18 @@ def capture(
             check_autocast(device)
         # torch.export joins inputs that share memory, or are one tensor, to one input.
         examples = tuple(apart(tensor) if varying is None else _contiguous(tensor) for tensor in flat.tensors)
-        with intercept_torch(torch.is_grad_enabled(), device), tracing(), remove_new_attributes(model):
-            program = torch.export.export(call, examples, dynamic_shapes=symbolic, strict=False)
-        with keep_random_ops():
-            program = program.run_decompositions({})
-    record_origins(program.graph_module.graph, PREFIX)
-    drop_checks(program.graph_module.graph)
+        program = run_export(call, examples, device, symbolic=symbolic, layers_once=layers_once)
+    drop_checks(program.graph)
+    program = renumbered(program)
+    record_origins(program.graph, PREFIX)
     assert call.returned.tree is not None, "the model was called"
     return Capture(
         model=model,
         flat=flat,
-        graph=program.graph_module.graph,
-        root=program.graph_module,
-        input_specs=tuple(program.graph_signature.input_specs),
-        output_specs=tuple(program.graph_signature.output_specs),
+        graph=program.graph,
+        root=program.root,
+        inputs=program.inputs,
+        mutated=program.mutations,
         constants=program.constants,
         output_tree=call.returned.tree,
         assigned=call.returned.assigned,
@@ -137,7 +133,7 @@ def finish(capture: Capture) -> Exported:
     return Exported(
         graph_module=GraphModule(capture.root, capture.graph),
         placeholders=placeholders,
-        constants={p.name: capture.constants[PREFIX + p.name] for p in placeholders if p.kind == "constant"},
+        constants={p.name: capture.constants[p.name] for p in placeholders if p.kind == "constant"},
         aliases=aliases,
         mutations=mutations,
         output_tree=capture.output_tree,
@@ -155,72 +151,6 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).requires_grad_(tensor.requires_grad)
 
 
-class _Returned:
-    """Output tree of a call; torch.export restores attributes that a forward sets on a module itself."""
-
-    tree: OutputTree | None = None
-    assigned: tuple[str, ...] = ()
-
-
-class _FlatCall(nn.Module):
-    """The model as a module whose inputs and outputs are flat tuples of tensors."""
-
-    def __init__(
-        self, model: nn.Module, signature: inspect.Signature, flat: Flattened, autocast: tuple[Autocast, ...]
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.signature = signature
-        self.node = flat.node
-        self.autocast = autocast
-        self.returned = _Returned()
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        arguments, containers = unflatten(self.node, tensors)
-        before = {number: shallow_state(container) for number, container in containers.items()}
-        args, kwargs = plain_call(self.signature, arguments)
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        with entered(self.autocast):
-            result = self.model(*args, **kwargs)
-        assigned = _replaced_buffers(self.model, buffers)
-        changed = []
-        for number, old in before.items():
-            new = shallow_state(containers[number])
-            if old.keys() != new.keys() or any(old[name] is not new[name] for name in old):
-                changed.append(number)
-        kept = {id(containers[n]): n for n in changed}
-        untouched = {id(container): n for n, container in containers.items() if n not in changed}
-        try:
-            flat = flatten((result, [containers[n] for n in changed]), deep=False, originals=untouched, kept=kept)
-        except UnsupportedValueError as error:
-            where = error.path.partition(".")[2]
-            raise Refusal(
-                f"its result contains {error.problem}" + (f" (at {where})" if where else ""),
-                "return tensors, in tuples, lists, dicts or objects of these",
-            ) from error
-        reused = {number: kept[id(c)] for number, c in enumerate(flat.containers) if id(c) in kept}
-        self.returned.tree = OutputTree(flat.node, reused)
-        self.returned.assigned = tuple(assigned)
-        return (*assigned.values(), *flat.tensors)
-
-
-def _replaced_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the buffers that the forward replaced (`self.count = self.count + 1`)."""
-    # torch.export would lose the new tensors: they become outputs of the graph.
-    found = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        old = before.get(name, buffer)
-        if buffer is old:
-            continue
-        if (buffer.shape, buffer.dtype) != (old.shape, old.dtype):
-            raise Refusal(
-                f"the buffer {name!r} of shape {list(old.shape)} is replaced by one of shape {list(buffer.shape)}",
-                "give the buffer its final shape and dtype from the start",
-            )
-        found[name] = buffer
-    return found
-
-
 def _placeholders(capture: Capture) -> tuple[tuple[Placeholder, ...], dict[str, str]]:
     """Return the placeholders in graph order, and the canonical name of each other name of a tied weight."""
     model, flat, graph = capture.model, capture.flat, capture.graph
@@ -230,17 +160,17 @@ def _placeholders(capture: Capture) -> tuple[tuple[Placeholder, ...], dict[str, 
     made: list[Placeholder] = []
     canonical: dict[str, Node] = {}
     replaced: list[tuple[Node, str]] = []
-    for node, spec in zip(graph.find_nodes(op="placeholder"), capture.input_specs, strict=True):
-        if spec.kind is InputKind.USER_INPUT:
+    for node, one in zip(graph.find_nodes(op="placeholder"), capture.inputs, strict=True):
+        name = one.name
+        if one.kind is InputKind.USER_INPUT:
             name, tensor = next(inputs)
             _rename(node, name)
             made.append(Placeholder(node.name, "input", name, tensor.requires_grad))
-        elif spec.kind in _KINDS and spec.target is not None:
-            name = spec.target.removeprefix(PREFIX)
+        elif one.kind in _KINDS:
             if name in aliases:
                 replaced.append((node, aliases[name]))
                 continue
-            kind = _KINDS[spec.kind]
+            kind = _KINDS[one.kind]
             if kind == "constant" and not node.users:
                 graph.erase_node(node)
                 continue
@@ -249,7 +179,7 @@ def _placeholders(capture: Capture) -> tuple[tuple[Placeholder, ...], dict[str, 
             made.append(Placeholder(node.name, kind, name, name in trained))
         else:
             raise TraceError(
-                f"{type(model).__name__} cannot be traced: it uses an object that is no tensor: {spec}\n"
+                f"{type(model).__name__} cannot be traced: it uses an object that is no tensor: {name}\n"
                 "fix: give the forward tensors, numbers and text alone"
             )
     for node, name in replaced:
@@ -263,14 +193,13 @@ def _placeholder_sources(capture: Capture) -> tuple[dict[Node, torch.Tensor], di
     paths = iter(capture.flat.paths)
     known, sources = {}, {}
     nodes = capture.graph.find_nodes(op="placeholder")
-    for node, spec in zip(nodes, capture.input_specs, strict=True):
-        name = (spec.target or "").removeprefix(PREFIX)
-        if spec.kind is InputKind.USER_INPUT:
+    for node, one in zip(nodes, capture.inputs, strict=True):
+        if one.kind is InputKind.USER_INPUT:
             sources[node] = next(paths)
-        elif spec.kind is InputKind.CONSTANT_TENSOR:
-            known[node] = capture.constants[spec.target or ""]
+        elif one.kind is InputKind.CONSTANT_TENSOR:
+            known[node] = capture.constants[one.name]
         else:
-            sources[node] = f"buffer {name}" if spec.kind is InputKind.BUFFER else name
+            sources[node] = f"buffer {one.name}" if one.kind is InputKind.BUFFER else one.name
     return known, sources
 
 
@@ -293,20 +222,15 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _mutations(capture: Capture) -> tuple[Mutation, ...]:
-    user_inputs = (spec.arg.name for spec in capture.input_specs if spec.kind is InputKind.USER_INPUT)
-    names = dict(zip(user_inputs, capture.flat.paths, strict=True))
     mutations = []
-    for index, spec in enumerate(capture.output_specs):
-        if spec.kind is OutputKind.USER_OUTPUT:
-            continue
-        assert spec.target is not None, "a mutation has a target"
-        if spec.kind is OutputKind.BUFFER_MUTATION:
-            mutations.append(Mutation(index, spec.target.removeprefix(PREFIX), "buffer"))
-        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
-            mutations.append(Mutation(index, names[spec.target], "input"))
+    for index, one in enumerate(capture.mutated):
+        if one.kind is OutputKind.BUFFER_MUTATION:
+            mutations.append(Mutation(index, one.name, "buffer"))
+        elif one.kind is OutputKind.USER_INPUT_MUTATION:
+            mutations.append(Mutation(index, capture.flat.paths[one.position], "input"))
         else:
             raise TraceError(
-                f"the forward changes the parameter {spec.target.removeprefix(PREFIX)!r} in place\n"
+                f"the forward changes the parameter {one.name!r} in place\n"
                 "fix: register it as a buffer, or move the change out of the forward"
             )
     # Read before the loop, since `extend` grows the list while it runs.

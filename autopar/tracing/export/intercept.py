@@ -22,6 +22,7 @@ from autopar.ir.fx_graphs import is_random
 from autopar.rules.torch_versions import original_apply
 from autopar.tracing.export.autograd_functions import apply_as_op
 from autopar.tracing.export.refuse import CHECKPOINT, Refusal, stack_of_model
+from autopar.tracing.layers.ops import layer_marks
 from autopar.tracing.passes.no_grad_regions import no_grad_regions
 
 # Autograd functions of torch itself, whose gradients torch.export keeps.
@@ -76,12 +77,12 @@ def intercept_torch(ambient_grad: bool, device: torch.device | None) -> Iterator
 
 
 @contextmanager
-def keep_random_ops() -> Iterator[None]:
-    """Keep unused random ops: without one, all later ops would draw other numbers."""
+def keep_unused_ops() -> Iterator[None]:
+    """Keep random ops without users, for all later ops would draw other numbers, and the marks of layers."""
     original = Node.is_impure
 
     def is_impure(node: Node, impure_random: bool = True) -> bool:
-        return is_random(node) or original(node, impure_random)
+        return is_random(node) or node.target in layer_marks() or original(node, impure_random)
 
     with _swap(Node, "is_impure", is_impure):
         yield

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from types import FrameType
@@ -31,6 +31,8 @@ CHECKPOINT = "autopar_checkpoint"
 # Folders that are not the user's model: torch, the tracer itself, and Python's library.
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TRACER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# The forward of a layer may run within that of the recorder.
+_RECORDED_LAYERS = os.path.join(_TRACER, "layers") + os.sep
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _TORCH_LAYERS = os.path.join(os.path.dirname(torch.__file__), "nn", "modules") + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n    ([^\n]*))?')
@@ -55,7 +57,7 @@ def stack_of_model() -> str | None:
     frames: list[str] = []
     # Skip this function and its caller, which belong to the tracer.
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not frame.f_code.co_filename.startswith(_TRACER):
+    while frame is not None and not _is_tracer_file(frame.f_code.co_filename):
         code = frame.f_code
         if is_model_file(code.co_filename) or _is_torch_layer(code.co_filename):
             frames.append(_frame_text(code.co_filename, frame.f_lineno, code.co_name))
@@ -66,6 +68,12 @@ def stack_of_model() -> str | None:
 @lru_cache(maxsize=4096)
 def _frame_text(filename: str, number: int, name: str) -> str:
     return f'File "{filename}", line {number}, in {name}\n    {linecache.getline(filename, number).strip()}\n'
+
+
+@cache
+def _is_tracer_file(filename: str) -> bool:
+    """Return True for a file of the tracer that does not stand between the parts of a model."""
+    return filename.startswith(_TRACER) and not filename.startswith(_RECORDED_LAYERS)
 
 
 @cache
@@ -96,6 +104,7 @@ def user_line(stack_trace: str) -> Line | None:
 
 def record_origins(graph: Graph, prefix: str) -> None:
     """Set `meta["origin"]` of every call; `prefix` is removed from every module path."""
+    regions: dict[Hashable, int] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -103,12 +112,13 @@ def record_origins(graph: Graph, prefix: str) -> None:
         key, (path, _) = next(reversed(stack.items()))
         _, _, call = key.partition("@")
         line = user_line(node.meta.get("stack_trace") or "")
+        region = (node.meta.get("custom") or {}).get(CHECKPOINT)
         node.meta["origin"] = NodeOrigin(
             module_path=path.removeprefix(prefix.rstrip(".")).removeprefix("."),
             module_call=int(call or 0),
             source=f"{os.path.basename(line[0])}:{line[1]}" if line else "",
             source_code=line[2] if line else "",
-            checkpoint=(node.meta.get("custom") or {}).get(CHECKPOINT),
+            checkpoint=None if region is None else regions.setdefault(region, len(regions)),
         )
 
 

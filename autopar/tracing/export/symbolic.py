@@ -91,7 +91,7 @@ def _with_guards(found: Capture) -> SymbolicExport:
         raise NotSymbolicError("the graph has graphs inside")
     if _is_symbolic_inside(found.output_tree.node):
         raise NotSymbolicError("the model returns a size")
-    placeholders = zip(graph.find_nodes(op="placeholder"), found.input_specs, strict=True)
+    placeholders = zip(graph.find_nodes(op="placeholder"), found.inputs, strict=True)
     given = [node.meta["val"] for node, spec in placeholders if spec.kind is InputKind.USER_INPUT]
     all_sizes = (size for value in given for size in value.shape)
     sizes = [size for size in all_sizes if isinstance(size, SymInt) and size.node.expr.free_symbols]
