@@ -2,11 +2,13 @@
 
     python -m benchmarks.plan                       # Llama-3-8B on dp=8,tp=8, cluster h100, 70 GiB a device
     python -m benchmarks.plan --layers 8 --dtype bfloat16 --mesh dp=64 --memory 80
+    python -m benchmarks.plan --shape 405b --batch 2048 --dtype bfloat16 --mesh dp=2048,tp=8   # 126 layers
 
 Stages: `trace`; `search`, which proves its bound; `strategies`, the published ones priced beside what was found;
 `text`, the plan written (as `save` and the cache do) and read again, as the other ranks do; `rewrite`, the graph that
-one rank runs. Seconds are the processor's, which other programs do not count into, in one process, after a small model
-has been through all of it. No process group of that size is needed: one that sends nothing stands in for it.
+one rank runs. The first three are `autopar.plan`. Seconds are the processor's, which other programs do not count into,
+in one process, after a small model has been through all of it. No process group of that size is needed: one that sends
+nothing stands in for it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -37,9 +40,12 @@ from autopar.plans.planners import PlanFilePlanner
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.solver import Progress
+from benchmarks.search import SHAPES
 from examples.llama3_8b import llama3_8b
 
 STAGES = ("export", "trace", "search", "strategies", "text", "rewrite")
+# The stages of `autopar.plan`.
+PLAN = STAGES[1:4]
 
 
 class Clock:
@@ -60,10 +66,20 @@ class Clock:
         self.done(progress.stage)
 
 
-def llama(layers: int, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+@dataclass(frozen=True)
+class Llama:
+    """Size of a model of Llama 3; `layers` of None stands for all."""
+
+    shape: str = "8b"
+    layers: int | None = None
+    batch: int = 16
+
+
+def llama(size: Llama, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    layers, entries = SHAPES[size.shape]
     torch.set_default_dtype(dtype)
     try:
-        return llama3_8b(layers=layers, loss=True)
+        return llama3_8b(layers=size.layers or layers, batch=size.batch, loss=True, **entries)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -78,15 +94,15 @@ def silent_groups(mesh: Mesh) -> Iterator[Groups]:
         dist.destroy_process_group()
 
 
-def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: PlanRequest) -> tuple[dict[str, float], autopar.Plan]:
+def measured(size: Llama, dtype: torch.dtype, mesh: Mesh, asked: PlanRequest) -> tuple[dict[str, float], autopar.Plan]:
     """Return the seconds of every stage, and the plan."""
-    model, inputs = llama(layers, dtype)
+    model, inputs = llama(size, dtype)
     clock = Clock()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         torch.export.export(model, (), inputs, strict=False).run_decompositions({})
     clock.done("export")
-    model, inputs = llama(layers, dtype)
+    model, inputs = llama(size, dtype)
     gc.collect()
     clock.last = time.process_time()
     graph = autopar.trace(model, inputs)
@@ -129,7 +145,9 @@ def parameters_of(graph: NamedGraph, assignment: Assignment) -> BucketedParamete
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
+    parser.add_argument("--layers", type=int, help="all of the shape without")
+    parser.add_argument("--batch", type=int, default=16, help="sequences of 8192 tokens")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--mesh", default="dp=8,tp=8")
     parser.add_argument("--cluster", default="h100")
@@ -139,18 +157,21 @@ def main() -> None:
     warnings.simplefilter("ignore", AutoparWarning)
     asked = PlanRequest(given.cluster, given.memory * 2**30, time_limit=given.time_limit, cache=False)
     mesh = Mesh(given.mesh)
-    measured(1, torch.float32, mesh, asked)
-    print(f"{'dtype':>9}", *(f"{stage:>10}" for stage in STAGES), f"{'total':>8} {'/ export':>8}  plan", flush=True)
+    measured(Llama(layers=1), torch.float32, mesh, asked)
+    heads = f"{'total':>8} {'/ export':>8} {'plan / export':>13}  plan"
+    print(f"{'dtype':>9}", *(f"{stage:>10}" for stage in STAGES), heads, flush=True)
     for dtype in given.dtype:
-        seconds, plan = measured(given.layers, getattr(torch, dtype), mesh, asked)
+        seconds, plan = measured(Llama(given.shape, given.layers, given.batch), getattr(torch, dtype), mesh, asked)
         ours = sum(seconds[stage] for stage in STAGES[1:])
+        planned = sum(seconds[stage] for stage in PLAN)
         found = (
             f"{1e3 * plan.step_seconds:.1f} ms, {plan.memory_bytes / 2**30:.1f} GiB, gap {100 * (plan.gap or 0):.3f} %"
         )
         print(
             f"{dtype:>9}",
             *(f"{seconds[stage]:10.2f}" for stage in STAGES),
-            f"{ours:8.2f} {ours / seconds['export']:8.2f}  {found}, from {plan.origin}",
+            f"{ours:8.2f} {ours / seconds['export']:8.2f} {planned / seconds['export']:13.2f}",
+            f" {found}, from {plan.origin}",
             flush=True,
         )
 
