@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from autopar.cost.compute.op_time import local_bytes
 from autopar.ir.analysis.float8_linears import in_float8
+from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.analysis.saved_values import SavedValues
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
@@ -177,7 +179,7 @@ class LoweredStep:
         """Return the step as a stage of a pipeline sees it."""
         found = replace(self, stage=stage)
         in_parts = "tasks", "parts_of", "crossing", "stage_with", "tied", "late_weights"
-        saved = "layers", "recomputed", "reading", "offloaded", "moved_inputs", "saved_roots"
+        saved = "layers", "recomputed", "reading", "offloaded", "moved_inputs", "saved_roots", "footprints"
         for name in ("reshard_plan", "buckets", "schedule", *saved, *in_parts):
             found.__dict__[name] = getattr(self, name)
         return found
@@ -270,6 +272,11 @@ class LoweredStep:
     @cached_property
     def _saved(self) -> SavedValues:
         return SavedValues.of(self.graph)
+
+    @cached_property
+    def footprints(self) -> dict[Any, Footprint]:
+        """Return the footprints of ops on one rank that are known by now."""
+        return {}
 
     @cached_property
     def tasks(self) -> StageOrders:

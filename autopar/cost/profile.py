@@ -232,11 +232,12 @@ def profile(step: LoweredStep, cluster: Cluster) -> Profile:
     return _Profiler(step, cluster).run()
 
 
-def profile_parts(step: LoweredStep, cluster: Cluster) -> tuple[Profile, ...]:
-    """Return the tasks of each part of a pipeline, on its busiest rank."""
+def profile_parts(step: LoweredStep, cluster: Cluster, only: Sequence[int] | None = None) -> tuple[Profile, ...]:
+    """Return the tasks of each part of a pipeline, on its busiest rank; `only` names some of the parts."""
     pipelining = step.plan.assignment.pipelining
     assert pipelining is not None, "a pipeline has parts"
-    return _Profiler(step, cluster).parts(pipelining)
+    parts = range(pipelining.stages * pipelining.chunks) if only is None else only
+    return _Profiler(step, cluster).parts(pipelining, parts)
 
 
 def op_seconds(step: LoweredStep, cluster: Cluster) -> dict[str, float]:
@@ -280,15 +281,15 @@ class _Profiler:
         optimizer, copies = self._optimizer(self.graph.parameters), self._copies(self.graph.nodes)
         return Profile((*before, *forward, *after), (*first, *backward), optimizer, self._model_flops(), copies)
 
-    def parts(self, pipelining: Pipelining) -> tuple[Profile, ...]:
-        """Return the profile of each part of a pipeline."""
+    def parts(self, pipelining: Pipelining, wanted: Sequence[int]) -> tuple[Profile, ...]:
+        """Return the profile of each of these parts of a pipeline."""
         found = []
         stages = pipelining.stages
         nodes: dict[int, list[NamedNode]] = {}
         for node in self.graph.nodes:
             for part in self.step.parts_of[node.name]:
                 nodes.setdefault(part, []).append(node)
-        for part in range(stages * pipelining.chunks):
+        for part in wanted:
             forward, backward = self._ops(nodes.get(part, []))
             # The optimizer of a stage counts with its first part.
             held = ((one, pipelining.held[one.name]) for one in self.graph.parameters)

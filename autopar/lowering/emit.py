@@ -123,7 +123,7 @@ class _Emitter:
         source = self.graph.exported.graph_module.graph
         ops = {node.node: node for node in self.graph.nodes}
         for node in source.nodes:
-            if node.op == "placeholder":
+            if node.op == "placeholder" and node.name in self.by_node:  # a short graph lacks those of other layers
                 self._place(node)
             elif node.name in ops:
                 last = next(iter(reversed(self.out.nodes)), None)  # reversed() gives no iterator before 2.13

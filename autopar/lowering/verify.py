@@ -154,7 +154,9 @@ def _missing_modules(given: _Lowered) -> Iterator[str]:
 
 def _wrong_inputs(given: _Lowered) -> Iterator[str]:
     emitted = given.emitted
-    traced = _placeholders(given.graph.exported.graph_module.graph)
+    # A short graph takes no parameters of the layers that it lacks.
+    known = {tensor.node for tensor in given.graph.tensors.values()}
+    traced = [name for name in _placeholders(given.graph.exported.graph_module.graph) if name in known]
     keys = ["key"] if emitted.draws else []
     early = [f"early_{number}" for number in range(len(emitted.ends.early))]
     found = _placeholders(emitted.graph_module.graph)

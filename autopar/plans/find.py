@@ -62,6 +62,9 @@ PLANNED_SHARE = 0.9
 # A bound further below the step time says nothing about the plan: it is the time of the products alone.
 LARGEST_GAP = 0.9
 
+# A shape with stages is not followed if its estimate is this factor above the price of a plan.
+ESTIMATE_ERROR = 1.01
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -190,6 +193,8 @@ def _proposed(
         left = max(1.0, began + request.time_limit - time.monotonic())
         try:
             if priced.shape.stages > 1:
+                if priced.seconds > ESTIMATE_ERROR * beat:
+                    continue
                 solved = staged_plan(search, priced)
                 if solved is not None and solved.costs.step_seconds < beat:
                     staged, beat = (priced, solved), solved.costs.step_seconds

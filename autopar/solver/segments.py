@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,11 @@ from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import memory
 from autopar.cost.pipeline import PartTimes, sent_bytes
 from autopar.cost.profile import profile_parts
+from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.graph import NamedGraph
 from autopar.ir.short_graph import ShortGraph
 from autopar.mesh import SubMesh
-from autopar.sharding.assignment import Pipelining, StepPlan
+from autopar.sharding.assignment import Assignment, Pipelining, StepPlan
 from autopar.sharding.layout.syntax import MicroBatches, PipelineStatement, Recompute
 from autopar.sharding.schedules import orders
 from autopar.sharding.stage_cuts import StageCuts, paths_of
@@ -151,30 +153,32 @@ def model_costs(
     """Return the costs of all segments under a plan of the short graph, with its layers in each recompute mode.
 
     `micro` tells which ops run in each micro-batch, for a plan that has one alone. `like` has the costs of the plan on
-    as many rows, and other ranks that split the batch: the first mode alone is priced then.
+    as many rows, and other ranks that split the batch: the first mode alone is priced then. Equal layers are priced
+    once.
     """
     every = segments_of(short.graph, micro)
     parts = {op: number for number, (_, ops) in enumerate(every) for op in ops}
     statement = PipelineStatement(STAGES, "1f1b")
     stages = staged(short.graph, micro, plan.axes, parts, statement, len(every))
     assignment = replace(plan.assignment, pipelining=stages)
+    same = _equal_segments(short, assignment, every)
     by_mode: dict[Recompute, tuple[SegmentCosts, ...]] = {}
-    inputs = 0.0
+    inputs, footprints = 0.0, dict[Any, Footprint]()
     for mode in modes if like is None else modes[:1]:
         recompute = {} if mode == "none" else dict.fromkeys(layers_of(short.graph), mode)
         step = lower_step(short.graph, replace(plan, assignment=replace(assignment, recompute=recompute)))
         # Memory of one micro-batch alone: those in flight are added for each schedule.
         step.__dict__["tasks"] = orders(len(every), 1, "gpipe")
+        # All modes run the same ops.
+        step.__dict__["footprints"] = footprints
         inputs = inputs or memory(step.at(0)).inputs_bytes
         sent, _ = sent_bytes(step, len(every))
-        times = [part_times(one, step, cluster) for one in profile_parts(step, cluster)]
-        by_mode[mode] = tuple(
-            # What recomputes nothing costs the same in all modes.
-            by_mode["none"][number]
-            if mode != "none" and not path
-            else _segment_costs(step, number, times[number], sent[number])
-            for number, (path, _) in enumerate(every)
-        )
+        # What recomputes nothing costs the same in all modes.
+        priced = [one for one in dict.fromkeys(same) if mode == "none" or every[one][0]]
+        found = {one: by_mode["none"][one] for one in same if one not in priced}
+        for number, tasks in zip(priced, profile_parts(step, cluster, priced), strict=True):
+            found[number] = _segment_costs(step, number, part_times(tasks, step, cluster), sent[number])
+        by_mode[mode] = tuple(found[number] for number in same)
     sequence, layers = list[int](), list[str]()
     for number, (path, _) in enumerate(every):
         # The layers that this one stands for, in the order of the model.
@@ -182,6 +186,33 @@ def model_costs(
         sequence += [number] * len(own)
         layers += own
     return ModelCosts(plan, by_mode, tuple(sequence), tuple(layers), inputs, like)
+
+
+def _equal_segments(
+    short: ShortGraph, assignment: Assignment, every: Sequence[tuple[str, tuple[str, ...]]]
+) -> tuple[int, ...]:
+    """Return for each segment one that costs the same: layers of a stack with equal shardings share one of them.
+
+    The buckets in which they send their parameters may differ a little.
+    """
+    nodes = {node.name: node for node in short.graph.nodes}
+    values, stored, policies = assignment.values, assignment.stored, assignment.gather_policies
+
+    def key(op: str) -> object:
+        node = nodes[op]
+        read = tuple((values.get(name), stored.get(name), policies.get(name)) for name in node.operands if name)
+        kept = tuple(values.get(name) for name in node.outputs if name)
+        return id(short.graph.footprints[node.node]), node.op, assignment.ops[op], read, kept
+
+    numbers: dict[object, list[int]] = {}
+    for number, (path, ops) in enumerate(every):
+        numbers.setdefault(tuple(map(key, ops)) if path else number, []).append(number)
+    found = {}
+    for equal in numbers.values():
+        # The layer that stands for most of them.
+        most = max(equal, key=lambda number: short.counts.get(every[number][0], 1))
+        found.update(dict.fromkeys(equal, most))
+    return tuple(found[number] for number in range(len(every)))
 
 
 def _segment_costs(step: LoweredStep, number: int, times: PartTimes, sent: float) -> SegmentCosts:

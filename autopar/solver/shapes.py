@@ -253,7 +253,15 @@ class ShapeSearch:
             # The costs on other ranks that split the batch tell about what these would be.
             if known is not None and self._best_design(shape, known) is None:
                 continue
-            costs = self.known[key] = self._costs(shape, plan, known)
+            if known is None:
+                alone = self._costs(shape, plan, self._modes[:1])
+                if all(self._least(alone, shape, choice) >= self.best for choice in _schedules(shape)):
+                    return  # recomputation takes longer, and so do plans of less memory
+                best = self._best_design(shape, alone) if shape.stages == 1 else None
+                if best is not None:
+                    self.found.append(PricedShape(shape, alone, best))
+                    return
+            costs = self.known[key] = self._costs(shape, plan, self._modes, known)
             best = self._best_design(shape, costs)
             if best is not None:
                 self.found.append(PricedShape(shape, costs, best))
@@ -262,7 +270,7 @@ class ShapeSearch:
 
     def _best_design(self, shape: Shape, costs: ModelCosts) -> StageDesign | None:
         sends, best = self.sends(costs, shape), None
-        for choice in SCHEDULES if shape.stages > 1 else SCHEDULES[:1]:
+        for choice in _schedules(shape):
             if self._least(costs, shape, choice) >= min(self.best, math.inf if best is None else best.seconds):
                 continue
             limits = [self.limit] * shape.stages
@@ -288,12 +296,14 @@ class ShapeSearch:
         by_size = {size: network.seconds("send", (STAGES,), size) if size else 0.0 for size in set(sent.tolist())}
         return np.array([by_size[size] for size in sent.tolist()])
 
-    def _costs(self, shape: Shape, plan: StepPlan, known: ModelCosts | None) -> ModelCosts:
+    def _costs(
+        self, shape: Shape, plan: StepPlan, modes: Sequence[Recompute], known: ModelCosts | None = None
+    ) -> ModelCosts:
         """Return the costs of the segments under a plan of the short graph, given those on other ranks or none."""
         micro = MicroBatches(shape.count, BATCH) if shape.count > 1 else None
         like = known and (known.like or known)
         plan = on_axes(plan, shape.axes, micro)
-        found = model_costs(self.short, plan, self.cluster, self._some_micro, self._modes, like)
+        found = model_costs(self.short, plan, self.cluster, self._some_micro, modes, like)
         key, seconds = (shape.model, shape.rows), float(found.seconds[0].sum())
         self.layer_seconds[key] = min(self.layer_seconds.get(key, math.inf), seconds)
         return found
@@ -329,6 +339,10 @@ class ShapeSearch:
             if not any(plan.assignment == one.assignment for one in seen):
                 seen.append(plan)
                 yield plan
+
+
+def _schedules(shape: Shape) -> Sequence[ScheduleChoice]:
+    return SCHEDULES if shape.stages > 1 else SCHEDULES[:1]
 
 
 def _divisors(number: int) -> Sequence[int]:

@@ -48,8 +48,8 @@ def staged_plan(search: ShapeSearch, priced: PricedShape) -> SolvedPlan | None:
     setting = _setting(search, priced)
     incumbent = Incumbent(setting, search.limit, began, None, BoundLayout(setting.graph, Layout(()), setting.axes))
     limits = [search.limit] * shape.stages
-    # All designs have one schedule.
-    check_in_time(search.graph, micro, design.schedule[0])
+    # All designs have one schedule, and the layers that the short graph lacks run the same ops.
+    check_in_time(search.short.graph, micro, design.schedule[0])
     for _ in range(MOST_DESIGNS):
         plan = _whole_plan(search, priced, design, micro)
         if plan is None:

@@ -41,12 +41,12 @@ OF_LOCAL_SHAPES = (str(FOLDED_ATTENTION), str(LINEAR_CROSS_ENTROPY))
 
 
 class LocalFootprints:
-    """Footprints of the ops of a plan on one rank; those of equal ops are computed once."""
+    """Footprints of the ops of a plan on one rank; those of equal ops are computed once for all stages."""
 
     def __init__(self, step: LoweredStep) -> None:
         self.graph, self.plan, self.reshard_plan = step.graph, step.plan, step.reshard_plan
         self.by_name: dict[str, Footprint] = {}
-        self.by_key: dict[Any, Footprint] = {}
+        self.by_key = step.footprints
 
     def of(self, node: NamedNode) -> Footprint:
         found = self.by_name.get(node.name)

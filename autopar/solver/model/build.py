@@ -144,16 +144,25 @@ class OpVariables(ModelBuilder):
         moves: bool,
     ) -> None:
         """Add the memory of each option: saved tensors beside values, and gradients at its backward."""
-        for i, option in enumerate(options):
-            split = lowered_context(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
-            one_rank = OpAssignment(option.choice, option.operands, option.produced, option.produced)
-            footprint = local_footprint(self.graph, node, one_rank, split, self.setting.axes)
+        for i, (option, footprint) in enumerate(zip(options, self._footprints(node, options), strict=True)):
             inside = footprint.internal_bytes / 2**30 if keeps else 0.0
             if inside:
                 self._add_kept(sums[:, i], inside, moves)
             sums[Sum.PRODUCT_GIB, i] -= self.setting.saved_share * inside if node.name in self.gone else 0.0
             if moment is not None:
                 sums[moment, i] += self._gradients_gib(node, option, footprint)
+
+    def _footprints(self, node: NamedNode, options: tuple[OpSharding, ...]) -> list[Footprint]:
+        key = "footprints", self._signature(node)
+        if key not in self.known:
+            found = []
+            for option in options:
+                split = lowered_context(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
+                one_rank = OpAssignment(option.choice, option.operands, option.produced, option.produced)
+                found.append(local_footprint(self.graph, node, one_rank, split, self.setting.axes))
+            self.known[key] = found
+        footprints: list[Footprint] = self.known[key]
+        return footprints
 
     def _moment(self, node: NamedNode) -> Sum | None:
         """Return the memory sum that the gradients of an op belong to."""

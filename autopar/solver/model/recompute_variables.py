@@ -27,6 +27,8 @@ def layers_of(graph: NamedGraph) -> tuple[str, ...]:
 @cache
 def mode_counts(layers: int, modes: int) -> list[tuple[int, ...]]:
     """Return numbers of layers in each mode: all with the first three, and each of these with the fourth."""
+    if modes == 1:
+        return [(layers,)]
     pairs = [(some, full) for some, full in product(range(layers + 1), repeat=2) if some + full <= layers]
     found: list[tuple[int, ...]] = [(layers - some - full, some, full) for some, full in pairs]
     if modes == len(STATES):
