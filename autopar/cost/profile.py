@@ -139,9 +139,18 @@ class TaskBuilder:
         With `summed` it is a sum over micro-batches.
         """
         tensor = self.graph.tensors[name]
-        made, reduced = sum_dtype(tensor.dtype) if summed else tensor.dtype, self.precision.reduced(tensor.dtype)
+        made, reduced = self._gradient_dtypes(tensor, summed)
         before = _cast_bytes(self._numel(name, used), made, reduced)
         return before + _cast_bytes(self._numel(name, stored), reduced, tensor.stored_dtype(self.precision))
+
+    def gradient_copy_bytes(self, name: str, used: Sharding, summed: bool) -> float:
+        """Return the bytes of the copy of a gradient into the buffer of its bucket, if no cast makes that copy."""
+        made, reduced = self._gradient_dtypes(self.graph.tensors[name], summed)
+        return 2.0 * self._numel(name, used) * reduced.itemsize if made == reduced else 0.0
+
+    def _gradient_dtypes(self, tensor: NamedTensor, summed: bool) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtype of a gradient, summed over micro-batches or not, and that in which it is reduced."""
+        return sum_dtype(tensor.dtype) if summed else tensor.dtype, self.precision.reduced(tensor.dtype)
 
     def optimizer_bytes(self, name: str, stored: Sharding, optimizer: str) -> float:
         """Return the bytes that the optimizer reads and writes for one parameter."""
@@ -417,9 +426,21 @@ class _Profiler:
 
     def _bucket(self, bucket: Bucket, way: Literal["forward", "backward"]) -> Iterator[Task]:
         once = self.plan.keep_gathered if way == "forward" else self.plan.defer_reduction
+        if way == "backward" and bucket.is_sum and not bucket.is_alone:
+            yield from self._copies_into(bucket)
         for task in self.tasks.bucket(bucket.members, way):
             is_tied = way == "backward" and any(one.tensor in self.tied for one in bucket.members)
             yield task._replace(once=bucket.members[0].tensor in once, is_tied=is_tied)
+
+    def _copies_into(self, bucket: Bucket) -> Iterator[Task]:
+        """Yield the copy of whole gradients into the buffer in which they are summed, where they stay."""
+        deferred = bucket.members[0].tensor in self.plan.defer_reduction
+        summed = self.plan.options.micro_batches > 1 and deferred
+        size = sum(self.tasks.gradient_copy_bytes(one.tensor, one.target, summed) for one in bucket.members)
+        if size:
+            name, seconds = f"{bucket.members[0].tensor}.grad copy", size / self.tasks.device.stream
+            host = self.tasks.launch
+            yield Task(name, "compute", "backward", seconds, bytes=size, once=deferred, host_seconds=host)
 
     # -- the whole model
 

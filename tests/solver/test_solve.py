@@ -52,10 +52,13 @@ def sums_of(found: Profile) -> Floats:
             if task.overlapped:
                 sums[once if task.once else each] += task.seconds
                 continue
+            if task.once:
+                sums[Sum.OPTIMIZER] += task.seconds  # a copy of gradients, which nothing hides
+                continue
             sums[Sum.DEVICE] += task.seconds
             sums[Sum.HOST] += task.host_seconds
             sums[room] += task.seconds if task.kind == "compute" else 0.0
-    sums[Sum.OPTIMIZER] = sum(task.seconds for task in found.optimizer)
+    sums[Sum.OPTIMIZER] += sum(task.seconds for task in found.optimizer)
     return sums
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from autopar.cost.compute.op_time import seconds_of_bytes
 from autopar.ir.values import NamedTensor
 from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
+from autopar.sharding.options import sum_dtype
 from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize
 from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_excess
 from autopar.solver import Floats
@@ -32,6 +33,8 @@ class TensorCut(NamedTuple):
     reduced: int
     # It is a parameter that is stored or reduced in another dtype than that of the compute.
     casts: bool
+    # Bytes of a gradient's element that its copy into a bucket reads and writes: each time, and once in a step.
+    copied: tuple[int, int] = (0, 0)
     # Atoms that axes with shares split by them.
     by_share: tuple[int, ...] = ()
     # Roles of the atoms of routed rows; empty for others.
@@ -44,7 +47,19 @@ class TensorCut(NamedTuple):
         trained, stored = tensor.requires_grad and setting.trains, tensor.stored_dtype(precision)
         reduced = precision.reduced(dtype) if tensor.kind == "param" else dtype
         casts = len({dtype, reduced, stored}) > 1
-        return cls(atoms.sizes, tensor.element_bytes, trained, reduced.itemsize, casts, atoms.by_share, atoms.roles)
+        made = dtype, sum_dtype(dtype) if setting.options.micro_batches > 1 else dtype
+        # A cast into the buffer is no copy more.
+        each, once = (2 * reduced.itemsize if tensor.kind == "param" and one == reduced else 0 for one in made)
+        return cls(
+            atoms.sizes,
+            tensor.element_bytes,
+            trained,
+            reduced.itemsize,
+            casts,
+            (each, once),
+            atoms.by_share,
+            atoms.roles,
+        )
 
     def steps(self, routes: ScaledReshards, source: Sharding, target: Sharding) -> tuple[StepSize, ...] | None:
         """Return the steps between two shardings of the tensor; None if none lead there."""
@@ -57,6 +72,8 @@ class _BucketShare(NamedTuple):
     forward: tuple[float, float]
     backward: tuple[float, float]
     gathers: bool
+    # Gradients are only summed, and copied into a buffer for it.
+    is_sum: bool
 
 
 class ReshardSums:
@@ -126,12 +143,17 @@ class ReshardSums:
 
         `gathered_bytes` is what could be gathered together.
         """
-        forward, backward, gathers = self._moved(cut, held.layout, want, gathered_bytes)
+        forward, backward, gathers, is_sum = self._moved(cut, held.layout, want, gathered_bytes)
         sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
         sums[Sum.HOST] += 0.0 if held.lasting else forward[1]
         deferred = later or held.defers(want)
         sums[Sum.BACKWARD_ONCE if deferred else Sum.BACKWARD_EACH] += backward[0]
         sums[Sum.HOST] += 0.0 if deferred else backward[1]
+        once = held.defers(want)
+        if is_sum and cut.copied[once]:
+            # The copy starts with those of the other parameters in its bucket; nothing hides that of a whole step.
+            seconds = cut.copied[once] * self.gib(cut, want) * 2**30 / cut.itemsize / self.setting.prices.device.stream
+            sums[[Sum.OPTIMIZER] if once else [Sum.DEVICE, Sum.BACKWARD_ROOM]] += seconds
         if held.again and self.setting.trains and gathers:
             sums[Sum.BACKWARD_EACH] += forward[0]
             sums[Sum.HOST] += forward[1]
@@ -141,11 +163,12 @@ class ReshardSums:
         found = self.moved.get(key)
         if found is None:
             there, back = ways = self._ways_of(cut, stored, want)
-            gathers, share = any(leg.kind == "all_gather" for leg, _ in there), 1.0
+            gathers, share, is_sum = any(leg.kind == "all_gather" for leg, _ in there), 1.0, False
             if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
                 limit = min(float(BUCKET_BYTES), gathered_bytes if gathers else max(LEAST_BYTES, self.total / BUCKETS))
                 share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
-            found = self.moved[key] = _BucketShare(self._sent(there, share), self._sent(back, share), gathers)
+                is_sum = [leg.kind for leg, _ in back] == [StepKind.ALL_REDUCE.value]
+            found = self.moved[key] = _BucketShare(self._sent(there, share), self._sent(back, share), gathers, is_sum)
         return found
 
     def _ways_of(self, cut: TensorCut, stored: Sharding, want: Sharding) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
