@@ -14,16 +14,14 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from autopar.cost.compute.fusion import fused
 from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, local_bytes, op_work, seconds_of_bytes
-from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.host_copies import LayerCopies, copies_by_op, layer_copies
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.network import Network
 from autopar.cost.overlap import OverlapCost
+from autopar.cost.parameter_passes import ParameterPasses
 from autopar.cost.reshard_costs import ReshardCosts
 from autopar.cost.ring_overlap import ring_traffic
 from autopar.ir.analysis.float8_linears import in_float8
@@ -73,7 +71,7 @@ class Task(NamedTuple):
 
 
 @dataclass
-class TaskBuilder:
+class TaskBuilder(ParameterPasses):
     """Tasks of one graph on one mesh of one cluster; the work of equal ops is computed once."""
 
     graph: NamedGraph
@@ -128,41 +126,6 @@ class TaskBuilder:
         added = sum_dtype(dtype).itemsize
         return self.memory_op(f"{name}.grad +=", "backward", self._numel(name, sharding) * (dtype.itemsize + 2 * added))
 
-    def cast_bytes(self, name: str, stored: Sharding) -> float:
-        """Return the bytes that casting a stored parameter to the dtype of the compute reads and writes."""
-        tensor = self.graph.tensors[name]
-        return _cast_bytes(self._numel(name, stored), tensor.stored_dtype(self.precision), tensor.dtype)
-
-    def gradient_cast_bytes(self, name: str, used: Sharding, stored: Sharding, summed: bool) -> float:
-        """Return the bytes of casting a gradient before it is reduced, and to the dtype of the stored parameter.
-
-        With `summed` it is a sum over micro-batches.
-        """
-        tensor = self.graph.tensors[name]
-        made, reduced = self._gradient_dtypes(tensor, summed)
-        before = _cast_bytes(self._numel(name, used), made, reduced)
-        return before + _cast_bytes(self._numel(name, stored), reduced, tensor.stored_dtype(self.precision))
-
-    def gradient_copy_bytes(self, name: str, used: Sharding, summed: bool) -> float:
-        """Return the bytes of the copy of a gradient into the buffer of its bucket, if no cast makes that copy."""
-        made, reduced = self._gradient_dtypes(self.graph.tensors[name], summed)
-        return 2.0 * self._numel(name, used) * reduced.itemsize if made == reduced else 0.0
-
-    def _gradient_dtypes(self, tensor: NamedTensor, summed: bool) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtype of a gradient, summed over micro-batches or not, and that in which it is reduced."""
-        return sum_dtype(tensor.dtype) if summed else tensor.dtype, self.precision.reduced(tensor.dtype)
-
-    def optimizer_bytes(self, name: str, stored: Sharding, optimizer: str) -> float:
-        """Return the bytes that the optimizer reads and writes for one parameter."""
-        tensor, states = self.graph.tensors[name], optimizer_of(optimizer).states
-        # Parameter and states are read and written, the gradient is read.
-        each = 3 * tensor.stored_dtype(self.precision).itemsize
-        each += 2 * states * self.precision.state(tensor.dtype).itemsize
-        return self._numel(name, stored) * each
-
-    def _numel(self, name: str, sharding: Sharding) -> float:
-        return local_bytes(self.graph, name, sharding, self.axes) / self.graph.tensors[name].dtype.itemsize
-
     # -- communication
 
     def reshard(self, one: InsertedReshard, way: str, direction: Direction | None = None) -> Iterator[Task]:
@@ -211,10 +174,6 @@ class TaskBuilder:
             cost = self.reshard_costs.bucket_step(step, size)
             kind = "copy" if step.local else step.kind
             yield Task(name, kind, way, cost.seconds, step.axes, size, 0.0, True, False, cost.host_seconds)
-
-
-def _cast_bytes(numel: float, source: torch.dtype, target: torch.dtype) -> float:
-    return 0.0 if source == target else numel * (source.itemsize + target.itemsize)
 
 
 # -- a whole step -----------------------------------------------------------------------------------------------------

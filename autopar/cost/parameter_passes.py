@@ -1,0 +1,63 @@
+"""Bytes of the passes over parameters and gradients: casts, copies into buckets, the optimizer."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.cost.compute.op_time import local_bytes
+from autopar.cost.compute.optimizers import optimizer_of
+from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import Precision
+from autopar.ir.values import NamedTensor
+from autopar.mesh import SubMesh
+from autopar.sharding.options import sum_dtype
+from autopar.sharding.sharding import Sharding
+
+__all__ = ["ParameterPasses"]
+
+
+class ParameterPasses:
+    """Bytes that passes over one parameter, or its gradient, read and write on one rank."""
+
+    graph: NamedGraph
+    axes: SubMesh
+    precision: Precision
+
+    def cast_bytes(self, name: str, stored: Sharding) -> float:
+        """Return the bytes that casting a stored parameter to the dtype of the compute reads and writes."""
+        tensor = self.graph.tensors[name]
+        return _cast_bytes(self._numel(name, stored), tensor.stored_dtype(self.precision), tensor.dtype)
+
+    def gradient_cast_bytes(self, name: str, used: Sharding, stored: Sharding, summed: bool) -> float:
+        """Return the bytes of casting a gradient before it is reduced, and to the dtype of the stored parameter.
+
+        With `summed` it is a sum over micro-batches.
+        """
+        tensor = self.graph.tensors[name]
+        made, reduced = self._gradient_dtypes(tensor, summed)
+        before = _cast_bytes(self._numel(name, used), made, reduced)
+        return before + _cast_bytes(self._numel(name, stored), reduced, tensor.stored_dtype(self.precision))
+
+    def gradient_copy_bytes(self, name: str, used: Sharding, summed: bool) -> float:
+        """Return the bytes of the copy of a gradient into the buffer of its bucket, if no cast makes that copy."""
+        made, reduced = self._gradient_dtypes(self.graph.tensors[name], summed)
+        return 2.0 * self._numel(name, used) * reduced.itemsize if made == reduced else 0.0
+
+    def _gradient_dtypes(self, tensor: NamedTensor, summed: bool) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtype of a gradient, summed over micro-batches or not, and that in which it is reduced."""
+        return sum_dtype(tensor.dtype) if summed else tensor.dtype, self.precision.reduced(tensor.dtype)
+
+    def optimizer_bytes(self, name: str, stored: Sharding, optimizer: str) -> float:
+        """Return the bytes that the optimizer reads and writes for one parameter."""
+        tensor, states = self.graph.tensors[name], optimizer_of(optimizer).states
+        # Parameter and states are read and written, the gradient is read.
+        each = 3 * tensor.stored_dtype(self.precision).itemsize
+        each += 2 * states * self.precision.state(tensor.dtype).itemsize
+        return self._numel(name, stored) * each
+
+    def _numel(self, name: str, sharding: Sharding) -> float:
+        return local_bytes(self.graph, name, sharding, self.axes) / self.graph.tensors[name].dtype.itemsize
+
+
+def _cast_bytes(numel: float, source: torch.dtype, target: torch.dtype) -> float:
+    return 0.0 if source == target else numel * (source.itemsize + target.itemsize)
