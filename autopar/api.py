@@ -138,9 +138,10 @@ def parallelize(
         optimizer: the optimizer whose states count as memory.
         precision: dtypes of compute, weights, optimizer states and gradient sums, as in `autopar.plan`; by default
             those of the plan, else of the model. Parameters are stored in the dtype of the weights.
-        outputs: `"sharded"` returns tensors as DTensors, `"full"` gathers them, `"local"` returns the shards of this
-            rank and averages gradients over the shards as DDP does, `"local_sum"` adds gradients up. Scalars are whole.
-            `"loss"` returns scalars alone and None for all else, so that no logits of all micro-batches are kept.
+        outputs: `"sharded"` returns DTensors, which are gathered where they meet plain tensors. `"full"` gathers all,
+            `"local"` returns the shards of this rank and averages gradients over the shards as DDP does, `"local_sum"`
+            adds gradients up. Scalars are whole. `"loss"` returns scalars alone and None for all else, so that no
+            logits of all micro-batches are kept.
         local_inputs: the inputs are the shards of this rank already.
         time_limit: seconds of search.
         dynamic: as in `torch.compile`: None traces with symbolic sizes at the second size of the inputs, True at the

@@ -30,6 +30,7 @@ from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import GradientSync, waited
 from autopar.lowering.passes.compile_layers import compile_layers
 from autopar.runtime.activity import Activity, activity_of
+from autopar.runtime.call_outputs import ShardedOutput, averaged
 from autopar.runtime.local_step import step_locally
 from autopar.runtime.module_shell import owner_of
 from autopar.runtime.shards import LocalShard, ShardOwner, number_of_shards
@@ -263,7 +264,7 @@ class CompiledCall:
         rest = outputs[len(exported.mutations) :]
         if self.results.outputs == "sharded":
             pairs = zip(rest, self.handed, strict=True)
-            rest = tuple(value if held is None else held.wrap(value) for value, held in pairs)
+            rest = tuple(value if held is None else ShardedOutput.of(held.wrap(value)) for value, held in pairs)
         elif self.results.outputs == "local":
             rest = tuple(map(averaged, rest, self.shares))
         (result, _), _ = unflatten(exported.output_tree.node, rest, flat.containers, reused)
@@ -430,21 +431,3 @@ def _differentiable(gradient: Tensor, spec: Any) -> Tensor:
     return DTensor.from_local(
         gradient, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
     )
-
-
-def averaged(value: Any, shards: float) -> Any:
-    """Return a shard whose gradient is divided by the number of shards, as in DDP."""
-    if shards == 1 or not isinstance(value, Tensor) or not value.requires_grad:
-        return value
-    return _Averaged.apply(value, shards)  # type: ignore[no-untyped-call]
-
-
-class _Averaged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, shards: float) -> Tensor:
-        ctx.shards = shards
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.shards, None

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
+import math
+import operator
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div, linear
 
 import autopar
 from autopar.sharding.options import Outputs
 from tests.runtime.launcher import in_turn, launch
+from tests.runtime.training import error_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "running.md"
 CLASSES, ROWS = 8, 8
@@ -120,15 +124,161 @@ def run_the_loop_of_the_page() -> dict[str, float]:
     return found
 
 
+# -- loops of one process, unchanged ----------------------------------------------------------------------------------
+
+HEAD = torch.linspace(-1, 1, 3 * CLASSES, dtype=torch.float64).reshape(3, CLASSES)
+ONE_HOT = torch.eye(CLASSES, dtype=torch.float64)
+PLAIN: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "mean": cross_entropy,
+    "sum": lambda y, t: cross_entropy(y, t, reduction="sum"),
+    "none": lambda y, t: cross_entropy(y, t, reduction="none").mean(),
+    "weights, smoothing": nn.CrossEntropyLoss(HEAD[0].abs(), label_smoothing=0.1),
+    "ignored targets": lambda y, t: cross_entropy(y, t.where(t > 1, -100)),
+    "a module": lambda y, t: nn.MSELoss()(y, ONE_HOT[t]),
+    "operators": lambda y, t: ((y - ONE_HOT[t]) ** 2).mean(),
+    "targets first": lambda y, t: (ONE_HOT[t] - y).abs().sum(),
+    "by index": lambda y, t: -y.log_softmax(-1)[torch.arange(ROWS), t].mean(),
+    "gathered": lambda y, t: -y.log_softmax(-1).gather(1, t[:, None]).mean(),
+    "distillation": lambda y, t: kl_div(y.log_softmax(-1), ONE_HOT[t] * 0.9 + 0.1 / CLASSES, reduction="batchmean"),
+    "a layer outside": lambda y, t: linear(y, HEAD).square().mean(),
+    "outputs alone": lambda y, t: y.square().mean() + 0.1 * y.logsumexp(-1).sum(),
+    "alone and with targets": lambda y, t: cross_entropy(y, t) + 0.01 * y.square().mean(),
+    "rows, one by one": lambda y, t: torch.stack([row.sigmoid().sum() for row in y]).mean(),
+    "into a total": lambda y, t: sum((cross_entropy(y, t), (y * 2).mean()), torch.zeros((), dtype=y.dtype)),
+}
+
+
+def metrics(y: Any, t: Tensor) -> dict[str, Any]:
+    loss = cross_entropy(y, t)
+    y = y.detach()
+    total = torch.zeros((), dtype=torch.float64)
+    total += y.sum()
+    return {
+        "correct": (y.argmax(-1) == t).sum().item(),
+        "accuracy": (y.argmax(dim=1) == t).double().mean().item(),
+        "top": (y.topk(2, dim=-1).indices == t[:, None]).any(-1).sum().item(),
+        "loss": loss.item(),
+        "of outputs alone": y.square().mean().item(),
+        "largest": y.max().item(),
+        "printed": f"{y.mean():.6f}",
+        "float": float(y.sum()),
+        "total": total.item(),
+        "sign": bool(y.sum() > 0),
+        "numpy": y.numpy().tolist(),
+        "array": np.asarray(y.softmax(-1)).tolist(),
+        "list": y.argmax(-1).tolist(),
+        "cpu": y.float().cpu().numpy().tolist(),
+        "shape": (y.shape, type(y.shape), len(y), y.size(0), y.dtype),
+        "rows": [row.sum().item() for row in y],
+        "saved": torch.cat([y, y]).mean().item(),
+    }
+
+
+def run_plain_loops() -> dict[str, Any]:
+    model, x, targets = perceptron()
+    found: dict[str, Any] = {}
+    ranks = dist.get_world_size()
+    strategies = (
+        ("ddp", f"dp={ranks}"),
+        ("zero1", f"dp={ranks}"),
+        ("fsdp", f"fsdp={ranks}"),
+        ("megatron", f"dp={ranks // 2},tp=2"),
+        ("batch -> dp; classes -> tp; * -> none", f"dp={ranks // 2},tp=2"),
+    )
+    for layout, mesh in strategies:
+        names = NAMES | ({"2.weight": "classes d_ff"} if "classes" in layout else {})
+        parallel = autopar.parallelize(copy.deepcopy(model), mesh, (x,), layout=layout, dims=names)
+        for name, loss in PLAIN.items():
+            for module in (model, parallel):
+                module.zero_grad()
+                loss(module(x), targets).backward()
+            found[f"{layout}, {name}"] = gradient_gap(model, parallel)
+        found[f"{layout}, metrics"] = differing(metrics(parallel(x), targets), metrics(model(x), targets))
+        with torch.no_grad():
+            found[f"{layout}, metrics without gradients"] = differing(
+                metrics(parallel(x), targets), metrics(model(x), targets)
+            )
+    return found
+
+
+class TwoResults(nn.Module):
+    """Returns a loss, which is pending after a call, and the outputs that it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, _, _ = perceptron()
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.layers(x)
+        return cross_entropy(output, targets), output
+
+
+def add_losses() -> dict[str, float]:
+    """The loss of the model, and others of its outputs and parameters, in one sum."""
+    _, x, targets = perceptron()
+    ranks, found = dist.get_world_size(), {}
+    for layout, mesh in (("ddp", f"dp={ranks}"), ("fsdp", f"fsdp={ranks}")):
+        model = TwoResults()
+        parallel = autopar.parallelize(copy.deepcopy(model), mesh, (x, targets), layout=layout)
+        totals = []
+        for module in (model, parallel):
+            loss, output = module(x, targets)
+            total = output.logsumexp(-1).mean() + loss + (output - ONE_HOT[targets]).square().mean() + output.std()
+            decay: Any = sum(p.square().sum() for p in module.parameters())
+            total = total + 0.1 * (decay.full_tensor() if isinstance(decay, DTensor) else decay)
+            total.backward()
+            totals.append(total)
+        found[f"{layout}, total"] = gap(totals[1], totals[0])
+        found[f"{layout}, gradients"] = gradient_gap(model, parallel)
+    return found
+
+
+def differing(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Return the largest difference of numbers; infinite where other values differ."""
+    worst = 0.0
+    for name, value in expected.items():
+        same = found[name] == value
+        if not same and isinstance(value, float | list):
+            same = torch.tensor(found[name]).shape == torch.tensor(value).shape
+            worst = max(
+                worst, float((torch.tensor(found[name]) - torch.tensor(value)).abs().max()) if same else math.inf
+            )
+        worst = worst if same else math.inf
+    return worst
+
+
+def refuse() -> dict[str, str]:
+    """Errors that say the fix: rows of this rank, writes."""
+    model, x, targets = perceptron()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    parallel = autopar.parallelize(model, f"dp={ranks}", (x,), layout="ddp")
+    output: Any = parallel(x)
+    return {
+        "rows": error_of(lambda: cross_entropy(output, targets.chunk(ranks)[rank])),
+        "written": error_of(lambda: output.detach().masked_fill_(x > 0, 0.0)),
+        "operator": error_of(lambda: operator.iadd(output.detach(), x)),
+    }
+
+
 def everything() -> dict[str, Any]:
     return in_turn(
-        (learn_from_losses_outside, ()), (load_parts_and_make_the_loss_outside, ()), (run_the_loop_of_the_page, ())
+        (learn_from_losses_outside, ()),
+        (load_parts_and_make_the_loss_outside, ()),
+        (run_the_loop_of_the_page, ()),
+        (run_plain_loops, ()),
+        (add_losses, ()),
+        (refuse, ()),
     )
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_one_process(ranks: int) -> None:
     for found in launch(everything, ranks=ranks):
+        errors = found.pop("refuse")
+        assert errors["rows"].startswith(
+            f"cross_entropy of an output of shape [{ROWS}, {CLASSES}] and a tensor of shape"
+        )
+        assert all("cannot be done in shards" in errors[name] for name in ("written", "operator"))
         for gaps in found.values():
             assert gaps
             for name, value in gaps.items():

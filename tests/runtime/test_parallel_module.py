@@ -256,7 +256,7 @@ def test_outputs_sharded_full_and_local(on_two: list[dict[str, Any]]) -> None:
     for found in on_two:
         whole_shape = (4, 6, 24)
         assert found["hand_out"] == {
-            "sharded": ("DTensor", whole_shape),
+            "sharded": ("ShardedOutput", whole_shape),
             "full": ("Tensor", whole_shape),
             "local": ("Tensor", (2, 6, 24)),
         }

@@ -1,0 +1,39 @@
+"""The code of pages that run a model, on two ranks. Pages run on one rank in tests/test_docs.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from textwrap import dedent
+from types import ModuleType
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from tests.runtime.launcher import launch
+from tests.test_docs import ROOT, blocks
+
+# Pages whose code takes the number of ranks from the process group.
+PAGES = ("docs/running.md",)
+
+
+def run_page(page: str, folder: str) -> bool:
+    """Run the Python blocks of a page in a folder that all ranks share; return whether it ends the process group."""
+    os.chdir(folder)
+    module = ModuleType("page")
+    sys.modules["page"] = module
+    # The launcher ends the group itself, after this.
+    with patch.object(dist, "destroy_process_group") as ended:
+        for block in blocks((ROOT / page).read_text()):
+            if block.language == "python":
+                source = "\n" * (block.first_line - 1) + dedent(block.body)
+                exec(compile(source, page, "exec"), module.__dict__)
+    return ended.call_count == 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_of_a_page_runs_on_two_ranks(page: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples", target_is_directory=True)
+    assert launch(run_page, page, str(tmp_path), ranks=2) == [True, True]
