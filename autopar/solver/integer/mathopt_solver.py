@@ -37,6 +37,8 @@ class Answer:
     bound: float
     # Of a linear program; None where the solver gives none.
     duals: Floats | None = None
+    # False where the solver rounds the program, so that neither its bound nor its "infeasible" holds for the program.
+    is_exact: bool = True
 
     @property
     def is_infeasible(self) -> bool:
@@ -84,7 +86,24 @@ def solve_program(
             None,
             None,
         )
-    return _answer(program, result, steps)
+    answer = _answer(program, result, steps)
+    return _exact(program, answer) if kind == "CP_SAT" else answer
+
+
+def _exact(program: IntegerProgram, answer: Answer) -> Answer:
+    """Return an answer of CP-SAT with continuous columns that fit its whole ones, and without its bound.
+
+    Its steps of continuous columns add up to more than the tolerance of a row, and its bound is that of the rounded
+    program, which can be above the optimum.
+    """
+    point = answer.point
+    if point is not None:
+        whole = np.round(point[program.is_integer])
+        lower, upper = program.lower.copy(), program.upper.copy()
+        lower[program.is_integer] = upper[program.is_integer] = whole
+        fixed = solve_program(relaxed(replace(program, lower=lower, upper=upper)), "highs")
+        point = None if fixed.is_infeasible else fixed.point
+    return replace(answer, point=point, bound=-np.inf, is_exact=False)
 
 
 def _in_steps(program: IntegerProgram) -> tuple[IntegerProgram, Floats]:

@@ -65,7 +65,7 @@ def solve_formulated(
                 return Optimum(answer.point, objective, max(bound, min(answer.bound, farthest)))
         elif answer.is_infeasible and not np.isfinite(farthest):
             return Optimum(None, np.inf, np.inf, is_infeasible=True)
-        if answer.is_infeasible or answer.bound >= farthest:
+        if answer.is_exact and (answer.is_infeasible or answer.bound >= farthest):
             bound = max(bound, farthest)
         if time.monotonic() > deadline:
             break
