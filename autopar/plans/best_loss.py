@@ -16,9 +16,12 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import Outputs
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.tracing.fold_sequence import fold_sequence
+from autopar.tracing.loss_in_pieces import logits_bytes
 
 __all__ = ["with_best_loss"]
 
+# Copies of the logits that pieces may save: the product, its cast, the softmax, and the gradients of the three.
+MOST_COPIES = 6
 # A plan with less of its memory limit was not changed by it.
 LIMITED_SHARE = 0.8
 
@@ -52,6 +55,9 @@ def with_best_loss(
     try:
         whole = ordered(graph, half)
     except (NoFeasiblePlan, LayoutError) as error:
+        least = error.least_bytes if isinstance(error, NoFeasiblePlan) else None
+        if least is not None and least - MOST_COPIES * logits_bytes(graph) > limit_bytes:
+            raise
         try:
             return ordered(pieced, max(half, ends - time.monotonic()))
         except (NoFeasiblePlan, LayoutError):
