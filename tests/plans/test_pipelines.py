@@ -672,9 +672,9 @@ def test_strategies_with_stages_are_priced_where_the_mesh_has_their_axis() -> No
 
 
 def test_a_plan_has_stages_where_no_strategy_is_faster() -> None:
-    """The axis divides neither the batch nor the width, nine micro-batches divide the batch; no time is left to pad."""
-    graph = autopar.trace(Layers(width=1021), (torch.empty(9 * 1334, 1021, device="meta"),))
-    plan = plan_graph(graph, (autopar.Mesh("pp=4"),), None, PlanRequest("h100", time_limit=1e-3, cache=False))
+    """Weights are large beside the batch, and the links are slow; nine micro-batches divide the batch."""
+    graph = autopar.trace(Layers(width=4093), (torch.empty(9 * 134, 4093, device="meta"),))
+    plan = plan_graph(graph, (autopar.Mesh("pp=4@network"),), None, PlanRequest("h100", time_limit=1e-3, cache=False))
     assert plan.origin == "pipeline(pp=pp)"
     assert plan.decided.micro == MicroBatches(9)
     assert plan.bound_seconds is not None

@@ -146,8 +146,8 @@ def check_numbers(found: dict[str, str]) -> None:
         "scale": "op mul at FILE: aten.mul.Tensor(linear, 2.0) on rank 0, aten.mul.Tensor(linear, 3.0) on rank 1",
         "first": f"constant table, read by add at FILE: {sums}",
         "p": f"op native_dropout at FILE: {', '.join(dropouts)}",
-        "last": f"constant lifted_tensor_0, read by add_1 at FILE: {sums}",
-        "factor": "op scaled_0: autopar_functions.Scaled_0.default of Scaled with (None, 1.0)(add_1) on rank 0, "
+        "last": f"constant lifted_tensor_1, read by add_1 at FILE: {sums}",
+        "factor": "op Scaled_0: autopar_functions.Scaled_0.default of Scaled with (None, 1.0)(add_1) on rank 0, "
         "nothing on rank 1",
         "returned": f"results of the model: {', '.join(kinds)}",
     }
