@@ -108,8 +108,8 @@ def test_graphs_of_micro_batches_in_flight_are_alive(layout: str, mesh: str, ali
     assert tuple(launch(live, layout, mesh, ranks=len(alive), seconds=100)) == alive
 
 
-def bits() -> list[str]:
-    """Parameters whose gradients have other bits than under `1f1b`, by schedule."""
+def farthest() -> dict[str, float]:
+    """Return the largest relative distance of a gradient from that under `1f1b`, by schedule."""
     found: list[dict[str, Tensor]] = []
     schedules = ("1f1b", "gpipe", "1f1b(+1)", "interleaved(2)", "zero_bubble")
     for schedule in schedules:
@@ -117,13 +117,16 @@ def bits() -> list[str]:
         parallel(**inputs).backward()
         assert loop_of(parallel).is_scheduled
         found.append(gradients(parallel))
-    pairs = zip(schedules, found, strict=True)
-    return [
-        f"{schedule} {name}" for schedule, one in pairs for name in one if not torch.equal(one[name], found[0][name])
-    ]
+    first = found[0]
+    return {
+        schedule: max(float((one[name] - first[name]).abs().max() / first[name].abs().max()) for name in one)
+        for schedule, one in zip(schedules, found, strict=True)
+    }
 
 
 @pytest.mark.slow
 def test_gradients_have_the_same_bits_under_all_schedules() -> None:
-    """Micro-batches add up in their order."""
-    assert launch(bits, ranks=2, seconds=100) == [[], []]
+    """Micro-batches add up in their order. Of `zero_bubble` the last bit may differ: a product adds to the sum."""
+    for distances in launch(farthest, ranks=2, seconds=100):
+        assert distances.pop("zero_bubble") < 4 * torch.finfo(torch.float64).eps
+        assert set(distances.values()) == {0.0}
