@@ -119,19 +119,28 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if agree else 1
     under = f" under {arguments.layout}" if arguments.layout else ""
     print(f"{arguments.target} on {arguments.mesh}{under}: {mesh.size} processes, {found.collectives} collectives")
-    width = max(len(one.name) for one in found.differences[:SHOWN])
-    for one in found.differences[:SHOWN]:
-        print(f"  {one.name:{width}}  {one.reason or f'{one.relative:.1e}'}")
-    if len(found.differences) > SHOWN:
-        print(f"  and {len(found.differences) - SHOWN} more, no larger")
-    if found.zeros:
-        compared = sum(not one.name.startswith("buffer") for one in found.differences)
-        print(f"{found.zeros} of {compared} outputs and gradients are zero on both sides, which shows nothing.")
+    _print_differences(found)
     if layout != arguments.layout:
         print(f"One replica was compared, on {mesh}: meetings of replicas are no part of a call.")
     verdict = "They agree" if agree else "They do NOT agree"
     print(f"{verdict}: relative differences from one process, {arguments.tolerance:.0e} allowed.")
     return 0 if agree else 1
+
+
+def _print_differences(found: Verification) -> None:
+    width = max(len(one.name) for one in found.differences[:SHOWN])
+    for one in found.differences[:SHOWN]:
+        print(f"  {one.name:{width}}  {one.reason or f'{one.relative:.1e}'}")
+    if len(found.differences) > SHOWN:
+        print(f"  and {len(found.differences) - SHOWN} more, no larger")
+    if found.imbalances:
+        from autopar.sharding.sharding import ROUTING_IMBALANCE
+
+        op, busiest = max(found.imbalances.items(), key=lambda one: one[1])
+        print(f"{op} had {busiest:.2f} times the mean of rows on the busiest rank; plans assume {ROUTING_IMBALANCE}.")
+    if found.zeros:
+        compared = sum(not one.name.startswith("buffer") for one in found.differences)
+        print(f"{found.zeros} of {compared} outputs and gradients are zero on both sides, which shows nothing.")
 
 
 def _of_replica(mesh: Mesh, layout: str | None) -> tuple[Mesh, str | None]:
@@ -155,6 +164,7 @@ def _plain(arguments: argparse.Namespace, found: Verification, agree: bool) -> d
         "agree": agree,
         "collectives": found.collectives,
         "zeros": found.zeros,
+        "imbalances": dict(found.imbalances),
         "differences": [
             # JSON has no infinity: null where two tensors cannot be compared.
             {"name": one.name, "relative": one.relative if isfinite(one.relative) else None, "reason": one.reason}

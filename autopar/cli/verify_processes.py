@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Verification:
 
     differences: tuple[Difference, ...]
     collectives: int
+    # Rows of the busiest rank over the mean, by the first product of routed rows.
+    imbalances: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def worst(self) -> Difference:
@@ -94,7 +96,8 @@ def verify(
                 process.kill()
                 process.wait()
         found = json.loads((place / "found").read_text(encoding="utf-8"))
-    return Verification(tuple(Difference(**one) for one in found["differences"]), found["collectives"])
+    compared = tuple(Difference(**one) for one in found["differences"])
+    return Verification(compared, found["collectives"], found["imbalances"])
 
 
 def _check_gpus(mesh: str, ranks: int) -> None:
@@ -172,8 +175,7 @@ def _run(place: Path) -> int:
         (place / f"error{rank}").write_text(str(error), encoding="utf-8")
         return 1
     if rank == 0:
-        answer = {"differences": [asdict(one) for one in found.differences], "collectives": found.collectives}
-        (place / "found").write_text(json.dumps(answer), encoding="utf-8")
+        (place / "found").write_text(json.dumps(asdict(found)), encoding="utf-8")
     return 0
 
 
@@ -205,8 +207,9 @@ def _verify_here(task: VerifyTask, rank: int, meeting: Path) -> Verification:
         found = results_of(parallel, inputs)
     collectives = len(parallel.collectives())
     compared = differences(expected, found) if rank == 0 else ()
+    imbalances = {one.op: one.imbalance for one in parallel.routed_loads()}
     dist.barrier()  # no rank goes while another one still needs it
-    return Verification(compared, collectives)
+    return Verification(compared, collectives, imbalances)
 
 
 def perturb(model: Any) -> None:

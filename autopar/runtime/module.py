@@ -24,6 +24,7 @@ from autopar.runtime.compiled_call import CallSignature, CompiledCall
 from autopar.runtime.input_rows import batch_shard, from_rows
 from autopar.runtime.kept_calls import SizeOptions
 from autopar.runtime.module_shell import ClosedModule, entry_of, tie
+from autopar.runtime.routed_load import RoutedLoad, routed_loads
 from autopar.runtime.sync.replica_group import ReplicaSetting
 from autopar.runtime.sync.replicas import Replicas
 from autopar.runtime.torch_wrappers import (
@@ -295,6 +296,14 @@ class ParallelModule(ClosedModule):
         sizes = dict(zip(groups.names, groups.mesh.shape, strict=True))
         reduced = {tensor.name: precision.reduced(tensor.dtype).itemsize for tensor in self.graph.parameters}
         return tuple(step_collectives(emitted.inserted, groups.level_sums, sizes, emitted.sum_bytes, reduced))
+
+    def routed_loads(self) -> tuple[RoutedLoad, ...]:
+        """Return the rows that each rank multiplied in each routing of the latest uncompiled forward.
+
+        Prices assume a ratio of the busiest rank to the mean (`imbalance`). Every rank must call this: it is a
+        collective and waits for the device. A step without it reads nothing. Of micro-batches the last one counts.
+        """
+        return routed_loads(self.graph, self.emitted, self._plans.agreement)
 
     @property
     def code(self) -> str:

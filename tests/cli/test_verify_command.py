@@ -32,6 +32,24 @@ def test_a_right_plan_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[7:] == ["They agree: relative differences from one process, 1e-10 allowed."]
 
 
+@pytest.mark.slow
+def test_rows_of_experts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    model = f"{ROOT}/examples/hf.py:hf"
+    words = [model, "--set", "architecture=mixtral", "--set", "batch=4", "--mesh", "ep=2", "--precision", "fp32"]
+    code, out, err = run(capsys, *words, "--layout", "batch -> ep; @*experts* { expert -> ep }")
+    assert (code, err) == (0, "")
+    (line,) = (line for line in out.splitlines() if "plans assume" in line)
+    found = re.fullmatch(r"(\S+) had (\d\.\d\d) times the mean of rows on the busiest rank; plans assume 1\.2\.", line)
+    assert found is not None, line
+    assert found[1].endswith("mlp.experts/grouped")
+    assert 1 <= float(found[2]) <= 2
+    code, out, _ = run(capsys, *words, "--layout", "batch -> ep; @*experts* { expert -> ep }", "--json")
+    imbalances = json.loads(out)["imbalances"]
+    assert f"{imbalances[found[1]]:.2f}" == found[2]
+    assert imbalances[found[1]] == max(imbalances.values())
+
+
 def test_what_differs_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """In the parallel run the model sees other values: it is asked how many processes there are."""
     path = tmp_path / "odd.py"

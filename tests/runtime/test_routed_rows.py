@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.runtime.routed_load import RoutedLoad
 from tests.runtime.launcher import launch
 from tests.runtime.sent import Counted
 from tests.runtime.training import gradients, worst
@@ -86,6 +87,7 @@ class Seen(NamedTuple):
     forward: Counter[str]
     backward: Counter[str]
     flops: int
+    loads: tuple[RoutedLoad, ...]
 
 
 def step(name: str, mesh: str, layout: str, routing: str) -> Seen:
@@ -99,9 +101,10 @@ def step(name: str, mesh: str, layout: str, routing: str) -> Seen:
         mine = parallel(x)
     with Counted() as backward:
         mine.backward()
+    loads = parallel.routed_loads()
     apart = float((mine.detach() - loss.detach()).abs() / loss.detach().abs())
     gradient_gap = worst(gradients(parallel), gradients(model))
-    return Seen(name, apart, gradient_gap, forward.counts, backward.counts, products.flops)
+    return Seen(name, apart, gradient_gap, forward.counts, backward.counts, products.flops, loads)
 
 
 def steps(mesh: str, layout: str, routing: str) -> list[Seen]:
@@ -118,9 +121,8 @@ WAYS = {
 }
 
 
-def whole_flops() -> int:
-    rows = 8 * 6 * EACH
-    return 2 * rows * WIDTH * (80 + 40)
+ROWS = 8 * 6 * EACH
+ROW_FLOPS = 2 * WIDTH * (80 + 40)
 
 
 def check(found: Sequence[Seen], selects: bool) -> None:
@@ -131,7 +133,10 @@ def check(found: Sequence[Seen], selects: bool) -> None:
         assert one.forward["all_to_all_single"] == (0 if selects else 3), one
         assert one.backward["all_to_all_single"] == (0 if selects else 2), one
         assert one.forward["all_gather_into_tensor"] == 0, one
-    assert sum(one.flops for one in found) == whole_flops(), "each row is multiplied on one rank, none masked"
+        (load,) = one.loads
+        assert load.rows == tuple(other.flops // ROW_FLOPS for other in found), "rows that were multiplied"
+        assert load.imbalance == max(load.rows) * len(found) / ROWS
+    assert sum(one.flops for one in found) == ROWS * ROW_FLOPS, "each row is multiplied on one rank, none masked"
 
 
 def test_rows_go_to_their_experts() -> None:
@@ -146,3 +151,32 @@ def test_experts_of_transformers(way: str, routing: str) -> None:
     ranks, mesh = (4, "ep=4") if way == "select" else (2 if way == "ep=2" else 4, way)
     for found in zip(*launch(steps, mesh, WAYS[way], routing, ranks=ranks), strict=True):
         check(found, selects=way == "select")
+        # All rows go to experts 6 and 7, which are on one rank of `ep`; other ranks of `dp` have other tokens.
+        busy = 1 if "dp" not in way else 2
+        assert routing == "uneven" or found[0].loads[0].imbalance == ranks / busy
+
+
+def staged_loads(layout: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The loads of a Mixtral of two layers in two stages."""
+    moe._can_use_grouped_mm = lambda *given, **more: False
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**{**SIZES, "num_hidden_layers": 2}, **CONFIGS["Mixtral"])
+    ids = torch.randint(32, (8, 6))
+    model = transformers.MixtralForCausalLM(config).double()
+    given = {"input_ids": ids, "labels": ids}
+    parallel = autopar.parallelize(model, "pp=2,ep=2", given, layout=layout, outputs="loss")
+    before = parallel.routed_loads()
+    assert before == (), before
+    parallel(**given).loss.backward()
+    return [(one.op, one.rows) for one in parallel.routed_loads()]
+
+
+@pytest.mark.slow
+def test_loads_of_stages_and_micro_batches() -> None:
+    """Each stage has its own layers; of two micro-batches of 4 sequences the last one counts."""
+    found = launch(staged_loads, f"micro 2; pipeline pp 1f1b; {WAYS['ep=2']}", ranks=4)
+    assert found == [found[0]] * 4
+    assert [name for name, _ in found[0]] == [f"model.layers.{i}.mlp.experts/grouped" for i in range(2)]
+    for _, rows in found[0]:
+        assert len(rows) == 2, "of the ranks of one stage"
+        assert sum(rows) == 4 * 6 * EACH

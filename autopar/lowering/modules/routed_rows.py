@@ -66,14 +66,25 @@ class CombineRows(nn.Module):
 
 
 class GroupedRows(nn.Module):
-    """Multiply the stored rows of each group by its matrix."""
+    """Multiply the stored rows of each group by its matrix.
 
-    def __init__(self, product: str) -> None:
+    `op`: name of the op, if it is the first product of its rows: it keeps their counts, to be read on request.
+    """
+
+    def __init__(self, product: str, op: str | None) -> None:
         super().__init__()
         self.product = product
+        self.op = op
+        self._latest: Tensor | None = None
 
     def forward(self, rows: Tensor, matrices: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+        if self.op is not None and not torch.compiler.is_compiling():
+            self._latest = counts
         return grouped_rows(rows, matrices, bias, counts, self.product)
+
+    def latest_rows(self) -> int | None:
+        """Return the rows of the latest uncompiled forward; the host waits for the device."""
+        return None if self._latest is None else int(self._latest.sum())
 
 
 # -- exchanges ---------------------------------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ class RoutedRows:
     keys: dict[str, str] = field(default_factory=dict)
     orders: dict[tuple[str, _Splits], _Order] = field(default_factory=dict)
     exchanges: dict[tuple[str, _Splits, _Splits], list[Node]] = field(default_factory=dict)
+    # Name of the first product of rows, by their counts.
+    first_products: dict[Node, str] = field(default_factory=dict)
 
     # -- ops
 
@@ -92,7 +94,9 @@ class RoutedRows:
         if node.op == str(GROUPED_ROWS):
             order = self._order_of(node.operands[0], assignment.operands[0])
             given = arguments["rows"], arguments["matrices"], arguments["bias"], order.counts
-            return self.module(f"{node.name}_rows", GroupedRows(arguments["product"]), given)
+            first = self.first_products.setdefault(order.counts, node.name) == node.name
+            module = GroupedRows(arguments["product"], node.name if first else None)
+            return self.module(f"{node.name}_rows", module, given)
         if node.op not in (str(DISPATCH), str(COMBINE)):
             return None
         is_dispatch = node.op == str(DISPATCH)
