@@ -26,6 +26,7 @@ from autopar.mesh import SubMesh
 from autopar.runtime import agreement as fixes
 from autopar.runtime.agreement import Agreement, PendingCheck, graph_facts
 from autopar.runtime.call_planner import Planner
+from autopar.runtime.call_outputs import with_plain
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
 from autopar.runtime.first_rank import FirstRank
 from autopar.runtime.kept_calls import KeptCalls, SizeOptions
@@ -178,7 +179,7 @@ class CallCache:
         own: AutoparError | None = None
         try:
             flat = CallSignature.read(self.signature, self.weights.owner, args, kwargs)
-            given = self._given(self._of_replica(flat))
+            given = self._given(self._of_replica(flat if self.options.local_inputs else with_plain(flat)))
             self._check_devices(given)
         except AutoparError as error:
             own, given = error, None

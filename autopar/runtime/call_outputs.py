@@ -9,6 +9,7 @@ outputs alone stay sharded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from autopar.errors import AutoparError
+from autopar.ir.pytree import Flattened
 
-__all__ = ["ShardedOutput", "averaged"]
+__all__ = ["ShardedOutput", "averaged", "with_plain"]
 
 # Reads by Python and numpy, for which a shard would be another value.
 _READS = frozenset(
@@ -102,6 +104,14 @@ class ShardedOutput(DTensor):
         for one in made:  # in place: a tree that is rebuilt may lose its type, as torch.Size does
             ShardedOutput.of(one)
         return found
+
+
+def with_plain(flat: Flattened) -> Flattened:
+    """Return inputs of a call with outputs of parallel modules gathered, if there are plain tensors beside them."""
+    if all(isinstance(one, DTensor) for one in flat.tensors):
+        return flat
+    tensors = tuple(one._whole() if isinstance(one, ShardedOutput) else one for one in flat.tensors)
+    return replace(flat, tensors=tensors)
 
 
 def _on_whole(function: Callable[..., Any], args: Any, kwargs: Any, given: list[Tensor]) -> Any:

@@ -260,6 +260,37 @@ def refuse() -> dict[str, str]:
     }
 
 
+class Recurrent(nn.Module):
+    """Recurrent layer that takes and returns its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRU(8, 8, batch_first=True), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        found, state = self.cell(x, state)
+        return self.out(found[:, -1]), state
+
+
+def pass_states_on() -> dict[str, float]:
+    """Outputs of a call are inputs of the next one, beside plain tensors: detached, and with their history."""
+    torch.manual_seed(0)
+    ranks, worst = dist.get_world_size(), dict[str, float]()
+    for layout in ("ddp", "* -> none"):
+        model = Recurrent().double()
+        x, targets = torch.randn(3, ROWS, 5, 8, dtype=torch.float64), torch.randint(CLASSES, (3, ROWS))
+        state: Any = torch.zeros(1, ROWS, 8, dtype=torch.float64)
+        parallel = autopar.parallelize(copy.deepcopy(model), f"dp={ranks}", (x[0], state), layout=layout)
+        for module in (model, parallel):
+            one, total = state, torch.zeros(())
+            for step in range(3):
+                output, one = module(x[step], one.detach() if step == 2 else one)
+                total = total + cross_entropy(output, targets[step])
+            total.backward()
+        worst[layout] = gradient_gap(model, parallel)
+    return worst
+
+
 def everything() -> dict[str, Any]:
     return in_turn(
         (learn_from_losses_outside, ()),
@@ -267,6 +298,7 @@ def everything() -> dict[str, Any]:
         (run_the_loop_of_the_page, ()),
         (run_plain_loops, ()),
         (add_losses, ()),
+        (pass_states_on, ()),
         (refuse, ()),
     )
 
