@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from autopar.ir.exported import Autocast, Exported, Mutation, OutputTree, Placeh
 from autopar.ir.pytree import Flattened, Mapped
 from autopar.tracing.export.intercept import check_autocast, check_hooks
 from autopar.tracing.export.program_graph import PREFIX, ProgramInput, ProgramMutation, renumbered
+from autopar.tracing.export.python_random import check_random
 from autopar.tracing.export.refuse import check_static, raise_trace_errors, record_origins
 from autopar.tracing.export.run_export import FlatCall, run_export
 from autopar.tracing.passes.drop_checks import drop_checks
@@ -97,7 +99,7 @@ def capture(
             check_autocast(device)
         # torch.export joins inputs that share memory, or are one tensor, to one input.
         examples = tuple(apart(tensor) if varying is None else _contiguous(tensor) for tensor in flat.tensors)
-        program = run_export(call, examples, device, symbolic=symbolic, layers_once=layers_once)
+        program = check_random(partial(run_export, call, examples, device, symbolic=symbolic, layers_once=layers_once))
     drop_checks(program.graph)
     program = renumbered(program)
     record_origins(program.graph, PREFIX)
