@@ -25,8 +25,8 @@ from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.mesh import SubMesh
 from autopar.runtime import agreement as fixes
 from autopar.runtime.agreement import Agreement, PendingCheck, graph_facts
-from autopar.runtime.call_planner import Planner
 from autopar.runtime.call_outputs import with_plain
+from autopar.runtime.call_planner import Planner
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
 from autopar.runtime.first_rank import FirstRank
 from autopar.runtime.kept_calls import KeptCalls, SizeOptions
