@@ -43,7 +43,8 @@ NO_RESULT = "a call on this rank has no result: another rank began a call and di
 LOCAL = (
     "a plain tensor is the whole input: give every rank the same batch, all of it; if each rank loads a part of the "
     "batch of its own (a DistributedSampler, another seed), say parallelize(..., local_inputs=True), or give its rows "
-    "as module(**module.from_rows(x=rows))"
+    "as module(**module.from_rows(x=rows)). Loaders of Accelerate and Trainer deal out rows, unless told otherwise: "
+    "docs/hosts.md"
 )
 
 Result = TypeVar("Result")

@@ -21,8 +21,10 @@ from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.runtime.call_cache import CallCache, Disagreement
 from autopar.runtime.call_planner import FixedInputs, Planner
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
+from autopar.runtime.hosts import HostAnswers, save_pretrained
 from autopar.runtime.input_rows import batch_shard, from_rows
 from autopar.runtime.kept_calls import SizeOptions
+from autopar.runtime.model_attributes import ModelClass, attribute_of, class_for, has_attribute
 from autopar.runtime.module_shell import ClosedModule, entry_of, tie
 from autopar.runtime.routed_load import RoutedLoad, routed_loads
 from autopar.runtime.sync.replica_group import ReplicaSetting
@@ -50,7 +52,7 @@ def _untraced(method: _Method) -> _Method:
     return torch.compiler.disable(method, reason=UNTRACED)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class ParallelModule(ClosedModule):
+class ParallelModule(ClosedModule, metaclass=ModelClass):
     """Module that runs a model on all devices of a mesh; its parameters are DTensors under the model's names.
 
     Call it as the model. The first call with another input shape, train or eval mode, or grad mode is traced and
@@ -59,6 +61,11 @@ class ParallelModule(ClosedModule):
 
     _plans: CallCache
     _replicas: Replicas | None
+    _hosts: HostAnswers
+
+    def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Self:
+        # A class for each module: the signature of a method belongs to its class.
+        return super().__new__(class_for(cls, model))
 
     def __init__(
         self,
@@ -74,6 +81,8 @@ class ParallelModule(ClosedModule):
         # Not in the tables of the module: the model may have a child module of this name.
         object.__setattr__(self, "_plans", CallCache(self, model, mesh, planner, options, replica, sizes))
         object.__setattr__(self, "_replicas", self._replicas_of(replica))
+        object.__setattr__(self, "_hosts", HostAnswers(options.local_inputs, mesh.device_type))
+        self._hosts.announce(self._plans.weights.skeleton)
         self.training = model.training
         watch_replaced(model.parameters())
         watch_wrappers()
@@ -112,25 +121,23 @@ class ParallelModule(ClosedModule):
         except AttributeError:
             # `_plans` is missing until the constructor has set it.
             plans = self.__dict__.get("_plans")
-            model = None if plans is None or name.startswith("_") else plans.weights.skeleton
-            if model is None or not _has(model, name):
+            if plans is None or name.startswith("__"):
                 raise
-        value = model.__dict__.get(name)
-        if name in model.__dict__ and not callable(value) and not isinstance(value, Tensor):
-            return value
-        owner = type(model).__name__
-        raise ModuleAttributeError(
-            f"a parallel module has only the forward of the model, not its other code: no {owner}.{name}\n"
-            f"fix: use {name} of a copy of {owner} on each rank, with load_state_dict of the whole weights; or move "
-            "its code into forward"
-        )
+        answer = self._hosts.find(name)
+        return answer[0] if answer is not None else attribute_of(self, plans.weights.skeleton, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Return the class of the model, for `isinstance` and `super()` in its methods; `type` gives this one."""
+        plans = self.__dict__.get("_plans")
+        return type(self) if plans is None else type(plans.weights.skeleton)
 
     def __setattr__(self, name: str, value: Any) -> None:
         plans = self.__dict__.get("_plans")
         if plans is not None and name not in self.__dict__ and name not in self._parameters:
             if isinstance(value, nn.Module):
                 self._refuse(f"it cannot take the module {name!r}")
-            if name not in self._buffers and _has(plans.weights.skeleton, name):
+            if name not in self._buffers and has_attribute(plans.weights.skeleton, name):
                 self._refuse(f"setting {name!r}, which its graph may have as a constant, would change nothing")
         super().__setattr__(name, value)
 
@@ -355,6 +362,19 @@ class ParallelModule(ClosedModule):
         self._plans.weights.check_there()
         return self._plans.weights.full(self._plans.first_rank())
 
+    def save_pretrained(self, *arguments: Any, **options: Any) -> None:
+        """Run `save_pretrained` of a transformers or peft model on the first rank; all ranks call it together.
+
+        It gets the whole tensors. The files are those of one process, in parts as `max_shard_size` says.
+        """
+        weights, first = self._plans.weights, self._plans.first_rank()
+        weights.check_there()
+        self._plans.agreement.together(
+            lambda: save_pretrained(
+                self, weights.skeleton, lambda: weights.full(first), first.is_here, arguments, options
+            )
+        )
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of whole tensors, or of DTensors of any layout and mesh.
 
@@ -373,7 +393,7 @@ class ParallelModule(ClosedModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """Return a module with a copy of the weights, the same layout and mesh, and an empty call cache."""
-        made = ParallelModule.__new__(ParallelModule)
+        made: ParallelModule = object.__new__(type(self))
         memo[id(self)] = made
         # `_plans.copied` fills these: the call cache has process groups, which cannot be copied.
         tables = ("_parameters", "_buffers", "_modules", "_plans", "_replicas")
@@ -415,7 +435,3 @@ class ParallelModule(ClosedModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._plans.weights.check_there()
         return super().state_dict(*args, **kwargs)
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    return name in model.__dict__ or (hasattr(type(model), name) and not hasattr(nn.Module, name))

@@ -6,12 +6,14 @@ their forward, so calling a shell or registering a forward hook on it raises.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError, ModuleAttributeError
+from autopar.errors import AutoparError
+from autopar.runtime.model_attributes import attribute_of
 from autopar.runtime.torch_wrappers import FSDP_MARK, refuse
 from autopar.tracing.trace import AlreadyParallel
 
@@ -60,13 +62,28 @@ class ClosedModule(AlreadyParallel):
 class ModuleShell(ClosedModule):
     """Shell of one module of the model: stores its tensors and shows its class name."""
 
+    # The module of the skeleton that this shell stands for. Not in the tables of modules: it has no weights.
+    _part: nn.Module | None = None
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._kind = kind
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        fix = "call the parallel module, or keep the original model for what only a part of it does"
-        raise AutoparError(NOT_CALLED.format(name=self._kind, what="it cannot be called by itself", fix=fix))
+    def stand_for(self, part: nn.Module) -> None:
+        """Offer the attributes and methods of a module of the skeleton."""
+        self.__dict__["_part"] = part
+
+    @property
+    def forward(self) -> Callable[..., NoReturn]:  # type: ignore[override]
+        """Return a function that raises; it has the signature of the model's module, which hosts read."""
+
+        def refused(*args: Any, **kwargs: Any) -> NoReturn:
+            fix = "call the parallel module, or keep the original model for what only a part of it does"
+            raise AutoparError(NOT_CALLED.format(name=self._kind, what="it cannot be called by itself", fix=fix))
+
+        if self._part is not None:
+            refused.__signature__ = inspect.signature(self._part.forward)  # type: ignore[attr-defined]
+        return refused
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise AutoparError(NOT_CALLED.format(name=self._kind, what="this hook would never run", fix=HOOK_FIX))
@@ -85,12 +102,15 @@ class ModuleShell(ClosedModule):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Missing while `nn.Module.__init__` runs.
-            kind = self.__dict__.get("_kind", "Part")
-            raise ModuleAttributeError(
-                f"this {kind} is a part of a parallel module and has only parameters and buffers: no {name!r}\n"
-                "fix: read it from the model that was given to parallelize"
-            ) from None
+            if self._part is None or name.startswith("__"):
+                raise
+        return attribute_of(self, self._part, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Return the class of the model's module, by which hosts find norms and embeddings."""
+        part = self.__dict__.get("_part")
+        return type(self) if part is None else type(part)
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_tensor = name in self.__dict__.get("_parameters", ()) or name in self.__dict__.get("_buffers", ())

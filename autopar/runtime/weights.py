@@ -16,7 +16,7 @@ from autopar.ir.precision import Precision
 from autopar.lowering.collectives.checksum import checksum, kind_of
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.first_rank import FirstRank
-from autopar.runtime.module_shell import canonical_names, mirror, owner_of
+from autopar.runtime.module_shell import ModuleShell, canonical_names, mirror, owner_of
 from autopar.runtime.shards import LocalShard, check_full, initialise, load_full, placed, split, stored_in
 from autopar.tracing.skeleton import hollow, match_dtypes
 
@@ -264,7 +264,10 @@ class Weights:
         return self.given
 
     def _find_tables(self) -> None:
-        """Store the table and name of each tensor."""
+        """Store the table and name of each tensor, and the module of the skeleton behind each shell."""
+        for shell, part in zip(self.shells, self.skeleton.modules(), strict=True):
+            if isinstance(shell, ModuleShell):
+                shell.stand_for(part)
         # Tensors are looked up at every call, so not by a walk through the modules.
         owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_parameters(self.shell)]
         self.tables = [(owner._parameters, leaf) for owner, leaf in owners]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ class Named(nn.Module):
         self.heads = nn.ModuleDict({"first": nn.Linear(8, 8)})
         self.config = {"layers": 2}
         self.scale = 2.0
+        self.table = torch.ones(2)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -30,9 +32,19 @@ class Named(nn.Module):
     def generate(self, x: Tensor) -> Tensor:
         return self(x)  # type: ignore[no-any-return]
 
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)  # type: ignore[no-any-return]
+
+    def rescale(self, scale: float) -> None:
+        self.scale = scale
+
     @property
     def width(self) -> int:
-        return 8
+        return self.layers[0].weight.shape[0]
+
+    @classmethod
+    def make(cls) -> Named:
+        return cls()
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -57,8 +69,12 @@ def ask() -> dict[str, Any]:
             lambda: autopar.trace(p, (x,)),
         ),
         "is wrapped in DistributedDataParallel": (lambda: autopar.parallelize(wrapped, "dp=2", (x,), layout="ddp"),),
-        "not its other code": (lambda: p.generate(x), lambda: p.width),
-        "would change nothing": (lambda: setattr(p, "scale", 3.0), lambda: setattr(p.layers[0], "bias_scale", 1.0)),
+        "is a constant of the graph": (lambda: p.table,),
+        "would change nothing": (
+            lambda: setattr(p, "scale", 3.0),
+            lambda: setattr(p.layers[0], "bias_scale", 1.0),
+            lambda: p.rescale(3.0),
+        ),
         "it cannot take": (
             lambda: p.add_module("new", nn.Linear(2, 2)),
             lambda: setattr(p, "layers", nn.ModuleList()),
@@ -66,10 +82,10 @@ def ask() -> dict[str, Any]:
             lambda: p.register_buffer("new", torch.zeros(2)),
             lambda: setattr(p, "new", nn.Parameter(torch.zeros(2))),
             lambda: p.layers[0].register_parameter("new", nn.Parameter(torch.zeros(2))),
+            lambda: p.layers.append(nn.Linear(2, 2)),
         ),
         "apply would find no": (lambda: p.apply(print), lambda: p.layers.apply(print)),
-        "has only parameters and buffers": (lambda: p.layers[0].in_features, lambda: p.layers.append(x)),
-        "cannot be called by itself": (lambda: p.layers[0](x),),
+        "cannot be called by itself": (lambda: p.layers[0](x), lambda: p.hidden(x)),
     }
     found = {text: [text in error_of(call) for call in calls] for text, calls in errors.items()}
     p.note = 1  # is the user's own
@@ -79,7 +95,13 @@ def ask() -> dict[str, Any]:
     sequence: Any = autopar.parallelize(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), "dp=2", (x,), layout="ddp")
     found["there"] = [
         p.config == {"layers": 2} and p.scale == 2.0 and p.note == 1,
-        not hasattr(p, "generate") and not hasattr(p, "nothing") and not hasattr(p.layers[0], "in_features"),
+        not hasattr(p, "nothing") and not hasattr(p.layers[0], "nothing") and not hasattr(p, "_nothing"),
+        p.width == 8 and p.layers[0].in_features == 8 and type(p.make()) is Named,
+        torch.allclose(p.generate(x), model(x)),
+        [isinstance(one, kind) for one, kind in ((p, Named), (p.layers[0], nn.Linear), (p, nn.Linear))]
+        == [True, True, False],
+        isinstance(p, autopar.ParallelModule) and type(p).generate is Named.generate,
+        str(inspect.signature(p.forward)) == "(x: 'Tensor') -> 'Tensor'",
         len(p.layers) == 2 and [*p.layers] == [p.layers[0], p.layers[-1]] and p.layers[:1] == [p.layers[0]],
         [*p.heads] == ["first"] and "first" in p.heads and p.heads["first"] is p.get_submodule("heads.first"),
         [*p.heads.items()] == [("first", p.heads["first"])] and bool(p.layers[0]),

@@ -13,10 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.runtime.launcher import launch
-from tests.test_docs import ROOT, blocks
+from tests.test_docs import ROOT, blocks, skip_without_hosts
 
 # Pages whose code takes the number of ranks from the process group.
-PAGES = ("docs/running.md",)
+PAGES = ("docs/running.md", "docs/hosts.md")
+# What torchrun sets, and Accelerate reads.
+ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
 
 
 def run_page(page: str, folder: str) -> bool:
@@ -24,8 +26,10 @@ def run_page(page: str, folder: str) -> bool:
     os.chdir(folder)
     module = ModuleType("page")
     sys.modules["page"] = module
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     # The launcher ends the group itself, after this.
-    with patch.object(dist, "destroy_process_group") as ended:
+    with patch.dict(os.environ, ADDRESS | numbers), patch.object(dist, "destroy_process_group") as ended:
         for block in blocks((ROOT / page).read_text()):
             if block.language == "python":
                 source = "\n" * (block.first_line - 1) + dedent(block.body)
@@ -35,5 +39,6 @@ def run_page(page: str, folder: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_of_a_page_runs_on_two_ranks(page: str, tmp_path: Path) -> None:
+    skip_without_hosts(page)
     (tmp_path / "examples").symlink_to(ROOT / "examples", target_is_directory=True)
     assert launch(run_page, page, str(tmp_path), ranks=2) == [True, True]
