@@ -29,6 +29,7 @@ __all__ = [
     "gathered_once",
     "gathered_where_used",
     "propagate_plan",
+    "sites_in_time",
     "slice_in_time",
     "step_plan",
     "time_assignment",
@@ -54,12 +55,16 @@ def time_assignment(graph: NamedGraph, micro: MicroBatches) -> Assignment:
     return known[micro]
 
 
+def sites_in_time(graph: NamedGraph, micro: MicroBatches) -> Mapping[str, frozenset[Site]]:
+    """Return the sites of each op that the micro-batches split."""
+    return _sites_of_ops(graph, time_assignment(graph, micro))
+
+
 # -- the graph ---------------------------------------------------------------------------------------------------------
 
 
 def _sliced(graph: NamedGraph, assignment: Assignment, count: int) -> NamedGraph:
-    atoms = _split_atoms(graph, assignment)
-    split = {node.name: _split_sites(graph, node, assignment.ops[node.name].choice, atoms) for node in graph.nodes}
+    atoms, split = _split_atoms(graph, assignment), _sites_of_ops(graph, assignment)
     tensors = dict(graph.tensors)
     for name, split_atom in atoms.items():
         tensor = tensors[name]
@@ -89,6 +94,11 @@ def _split_atoms(graph: NamedGraph, assignment: Assignment) -> dict[str, int]:
         if name is not None and atom is not None:
             found.setdefault(name, atom)
     return found
+
+
+def _sites_of_ops(graph: NamedGraph, assignment: Assignment) -> dict[str, frozenset[Site]]:
+    atoms = _split_atoms(graph, assignment)
+    return {node.name: _split_sites(graph, node, assignment.ops[node.name].choice, atoms) for node in graph.nodes}
 
 
 def _split_sites(graph: NamedGraph, node: NamedNode, choice: Choice, atoms: Mapping[str, int]) -> frozenset[Site]:

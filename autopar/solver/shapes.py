@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -26,27 +26,18 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.short_graph import ShortGraph, shorten
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.bound_layout import BoundLayout
-from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.syntax import MicroBatches, Recompute
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver import Floats
 from autopar.solver.infeasible import NoFeasiblePlan
-from autopar.solver.model.build import plan_of
-from autopar.solver.model.cost_tables import CostTables
-from autopar.solver.model.objective import MOMENTS, Sum
-from autopar.solver.search.lagrangian import LagrangianSearch
-from autopar.solver.search.phases import Incumbent, SearchPhases
-from autopar.solver.segments import STAGES, ModelCosts, model_costs, on_axes, segments_of, with_equal_layers
-from autopar.solver.setting import MicroBatchedCall, PlanningProblem
+from autopar.solver.segments import STAGES, ModelCosts, model_costs, on_axes, segments_of
+from autopar.solver.setting import PlanningProblem
+from autopar.solver.short_plans import BATCH, DATA, MODEL, short_plans
 from autopar.solver.stage_design import SCHEDULES, ScheduleChoice, StageDesign, design_stages, least_seconds
 
 __all__ = ["PricedShape", "Shape", "ShapeSearch"]
 
-BATCH = "batch"
-# Axes of a proposed mesh: ranks that split the batch, ranks that split the model.
-DATA, MODEL = "dp", "tp"
 # More ranks than this do not split one layer: groups of a few nodes are the largest in use.
 MOST_MODEL_RANKS = 64
 # No shape has fewer stages than this share of those whose parameters and gradients take half of the memory: what
@@ -54,11 +45,6 @@ MOST_MODEL_RANKS = 64
 FEWEST_STAGES = 4
 # Rows of one micro-batch on a rank are this number or fewer, but for the whole batch.
 MOST_ROWS = 8
-# Prices of saved memory at which plans of the short graph are made: shares of the step's time for all of the memory.
-# The first one separates plans of equal time. At the last one recomputing everything is worth its time.
-MEMORY_PRICES = (0.02, 0.4, 4.0)
-# Relative precision of the multipliers at which these plans are made.
-PRECISION = 1e-2
 # Shapes within this factor of the best one are followed by a search of their own, and at most so many.
 NEARLY, MOST_FOLLOWED = 1.03, 2
 # Share of the ideal speed-up that more model ranks reach at best, as measured by the shapes that were priced.
@@ -315,30 +301,13 @@ class ShapeSearch:
         return self.pieces[shape.model]
 
     def _searched(self, shape: Shape) -> Iterator[StepPlan]:
-        batch, graph = self.graph.dims[BATCH].size, self.short.graph
+        batch = self.graph.dims[BATCH].size
         # As many stages as memory asks for, and at least two micro-batches of one row for each rank.
         ranks = max(1, self.devices // shape.model // self.stages_for(shape.model))
         data = max(each for each in _divisors(ranks) if batch % each == 0 and batch // each > 1)
         micro, axes = MicroBatches(batch // data, BATCH), SubMesh({DATA: data, MODEL: shape.model})
-        options = replace(self.options, micro_batches=micro.count)
-        call = MicroBatchedCall(graph, micro, in_flight=float(min(self.stages_for(shape.model), micro.count)))
-        setting = PlanningProblem.of(slice_in_time(graph, micro), axes, self.cluster, options, call)
-        bound_layout = BoundLayout(setting.graph, parse_layout(f"{BATCH} -> {DATA}" if data > 1 else ""), axes)
-        incumbent = Incumbent(setting, math.inf, time.monotonic(), None, bound_layout)
-        work = SearchPhases(setting, bound_layout, incumbent, CostTables(setting), math.inf)
-        model = work.model(is_limited=True, recompute={})
-        search = LagrangianSearch(model, lambda chosen: (math.inf, 0.0), math.inf, gap=PRECISION)
-        multipliers = search.highest_multipliers(math.inf)[: search.count]
-        weights, _ = search.hinges.weights(multipliers)
-        least = search.elimination.least(weights)
-        scale = search.hinges.seconds(least.sums) / max(float(least.sums[Sum.KEPT_GIB]), 1e-9)
-        seen: list[StepPlan] = []
-        for price in MEMORY_PRICES:
-            chosen = search.elimination.candidate(weights + price * scale * MOMENTS[0])
-            plan = with_equal_layers(self.short, call.plan(plan_of(model, chosen)))
-            if not any(plan.assignment == one.assignment for one in seen):
-                seen.append(plan)
-                yield plan
+        in_flight = min(self.stages_for(shape.model), micro.count)
+        yield from short_plans(self.short, self.cluster, self.options, micro, axes, in_flight)
 
 
 def _schedules(shape: Shape) -> Sequence[ScheduleChoice]:

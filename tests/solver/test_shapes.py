@@ -14,7 +14,11 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.open_mesh import meshes_of
+from autopar.sharding.layout.syntax import MicroBatches
 from autopar.sharding.options import TrainingOptions
+from autopar.sharding.time_slice import slice_in_time
+from autopar.solver import short_plans
+from autopar.solver.search.joined_axes import kind_of
 from autopar.solver.shapes import Shape, ShapeSearch
 from autopar.solver.staged_plan import staged_plan, with_bound
 from examples.gpt import gpt
@@ -81,3 +85,29 @@ def test_no_given_mesh_is_faster_than_the_proposed_one(gib: float) -> None:
         except autopar.AutoparError:
             continue  # it does not fit there
     assert found.step_seconds <= 1.1 * min(others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gib", [40.0, 3.0])
+def test_ranks_that_split_the_batch_need_no_other_dim(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best stages take as long as those of plans in which these ranks may split any dim of an op."""
+
+    def found() -> float:
+        search = search_of(traced(layers=4), 8, gib * 2**30)
+        search.price(Shape(2, 2, 2, 16, 1))
+        return search.best
+
+    few = found()
+    assert math.isfinite(few)
+    monkeypatch.setattr(short_plans, "_roles", lambda *given: None)
+    assert few == pytest.approx(found(), rel=1e-2)
+
+
+def test_ranks_that_split_the_batch_may_split_tables() -> None:
+    short = search_of(traced(layers=4), 8).short
+    micro = MicroBatches(8)
+    roles = short_plans._roles(short, slice_in_time(short.graph, micro), micro)
+    assert roles is not None
+    every = {node.name: roles.sites[kind_of(node)]["dp"] for node in slice_in_time(short.graph, micro).nodes}
+    assert {len(sites) for name, sites in every.items() if name.startswith("blocks.") and "linear" in name} == {1}
+    assert len(every["tokens/embedding"]) > 1
