@@ -178,9 +178,9 @@ class LoweredStep:
     def at(self, stage: int) -> LoweredStep:
         """Return the step as a stage of a pipeline sees it."""
         found = replace(self, stage=stage)
-        in_parts = "tasks", "parts_of", "crossing", "stage_with", "tied", "late_weights"
+        in_parts = "tasks", "parts_of", "crossing", "stage_with", "tied", "late_weights", "nodes_of_stages", "makers"
         saved = "layers", "recomputed", "reading", "offloaded", "moved_inputs", "saved_roots", "footprints"
-        for name in ("reshard_plan", "buckets", "schedule", *saved, *in_parts):
+        for name in ("reshard_plan", "buckets", "schedule", "resharded", *saved, *in_parts):
             found.__dict__[name] = getattr(self, name)
         return found
 
@@ -189,30 +189,51 @@ class LoweredStep:
         return float(local_bytes(self.graph, name, self.plan.assignment.values[name], self.plan.axes))
 
     @cached_property
+    def nodes_of_stages(self) -> tuple[tuple[NamedNode, ...], ...]:
+        """Return the ops that each stage runs, in order."""
+        pipelining = self.plan.assignment.pipelining
+        found: list[list[NamedNode]] = [[] for _ in range(1 if pipelining is None else pipelining.stages)]
+        for node in self.graph.nodes:
+            for stage in {part % len(found) for part in self.parts_of[node.name]}:
+                found[stage].append(node)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def makers(self) -> Mapping[str, NamedNode]:
+        """Return the op that makes each value, in the order of the ops."""
+        return {name: node for node in self.graph.nodes for name in node.outputs if name is not None}
+
+    @cached_property
+    def resharded(self) -> Mapping[str, Sequence[tuple[str, InsertedReshard]]]:
+        """Return the reshards of each tensor before ops, with these ops, in order."""
+        found: dict[str, list[tuple[str, InsertedReshard]]] = {}
+        for node in self.graph.nodes:
+            for one in self.reshard_plan.ops[node.name].before:
+                found.setdefault(one.tensor, []).append((node.name, one))
+        return found
+
+    @cached_property
     def ops_here(self) -> frozenset[str]:
         """Return the ops that the stage runs."""
-        pipelining = self.plan.assignment.pipelining
-        count = 1 if pipelining is None or self.stage is None else pipelining.stages
-        return frozenset(
-            op for op, parts in self.parts_of.items() if count == 1 or self.stage in {part % count for part in parts}
-        )
+        nodes = self.graph.nodes if self.stage is None else self.nodes_of_stages[self.stage]
+        return frozenset(node.name for node in nodes)
 
     @cached_property
     def nodes_here(self) -> tuple[NamedNode, ...]:
         """Return the ops that the stage runs, and those of other stages whose results it receives."""
         if self.stage is None:
             return self.graph.nodes
-        received = self.tensors_here
-        return tuple(
-            node for node in self.graph.nodes if node.name in self.ops_here or not received.isdisjoint(node.outputs)
-        )
+        received = {self.makers[name].name for name in self.tensors_here if name in self.makers} - self.ops_here
+        if not received:
+            return self.nodes_of_stages[self.stage]
+        return tuple(node for node in self.graph.nodes if node.name in self.ops_here or node.name in received)
 
     @cached_property
     def tensors_here(self) -> frozenset[str]:
         """Return the tensors that the stage stores, makes or reads; each stage has all inputs."""
         pipelining = self.plan.assignment.pipelining
         held = {} if pipelining is None else pipelining.held
-        nodes = [node for node in self.graph.nodes if node.name in self.ops_here]
+        nodes = self.graph.nodes if self.stage is None else self.nodes_of_stages[self.stage]
         read = {name for node in nodes for name in (*node.operands, *node.outputs) if name is not None}
         given = (name for name, tensor in self.graph.tensors.items() if tensor.kind not in ("param", "activation"))
         stored = (name for name, stage in held.items() if stage is None or stage == self.stage)

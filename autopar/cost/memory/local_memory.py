@@ -254,7 +254,7 @@ class LiveState:
         # True where gradients are added to those of earlier micro-batches.
         self.accumulates = self.plan.options.micro_batches > 1
         self.footprints = LocalFootprints(step)
-        self.elsewhere = self._elsewhere()
+        self.elsewhere = self._elsewhere(step)
         own = [node for node in self.nodes if node.name in self.runs]
         self.last = last_uses(own, self.reshard_plan, self.elsewhere)
         # Versions by the op that uses them last.
@@ -290,11 +290,12 @@ class LiveState:
         # By layer: parameters that it regathers itself, with the bytes of the buffer of each.
         self.gathered: dict[int, dict[int, float]] = {}
 
-    def _elsewhere(self) -> dict[str, list[InsertedReshard]]:
+    def _elsewhere(self, step: LoweredStep) -> dict[str, list[InsertedReshard]]:
         """Return the reshards that the graph has before ops of other stages, by the first op here that needs them."""
-        others = (self.reshard_plan.ops[node.name].before for node in self.graph.nodes if node.name not in self.runs)
-        versions = {(one.tensor, one.target): one for before in others for one in before}
-        left = {version: one for version, one in versions.items() if self.has(version)}
+        left: dict[Version, InsertedReshard] = {}
+        for name in () if step.stage is None else step.tensors_here.union(tied.version[0] for tied in step.received):
+            others = (one for op, one in step.resharded.get(name, ()) if op not in self.runs)
+            left.update(((one.tensor, one.target), one) for one in others if self.has((one.tensor, one.target)))
         found: dict[str, list[InsertedReshard]] = {}
         for node in self.nodes if left else ():
             for version in self.reshard_plan.ops[node.name].operands if node.name in self.runs else ():
@@ -305,8 +306,10 @@ class LiveState:
     def _bytes(self, version: Version) -> float:
         found = self.sizes.get(version)
         if found is None:
-            found = self.sizes[version] = float(local_bytes(self.graph, *version, self.plan.axes))
-        return found if self.has(version) else 0.0
+            is_here = self.has(version)
+            found = float(local_bytes(self.graph, *version, self.plan.axes)) if is_here else 0.0
+            self.sizes[version] = found
+        return found
 
     def _bytes_in(self, version: Version, dtype: torch.dtype) -> float:
         """Return the bytes of a version in another dtype than that of the compute."""
