@@ -13,6 +13,7 @@ import autopar
 from autopar.cli import main
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_under_layout
+from autopar.plans.format import bytes_text
 from autopar.sharding.options import TrainingOptions
 from examples.gpt import gpt
 
@@ -78,9 +79,25 @@ def test_experts_are_asked_what_the_plan_was(capsys: pytest.CaptureFixture[str],
     assert first["step_seconds"] == second["step_seconds"]
 
 
+def test_other_plans_stand_beside_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, place = tmp_path / "gpt.plan.lay", tmp_path / "report.html"
+    plan = plan_under_layout(autopar.trace(*gpt()), Mesh("dp=2,tp=2"), "megatron", PlanRequest("h100"))
+    plan.save(path)
+    words = ("--mesh", "dp=2,tp=2", "--layout", "ddp(dp=dp*tp)", "--cluster", "h100", "--no-experts", "-o", str(place))
+    assert run(capsys, GPT, *words, "--beside", str(path), "--beside", "zero1(dp=dp*tp)")[0] == 0
+    beside = shown(place.read_text())["beside"]
+    assert beside["rows"][0] == ["", "this plan", str(path), "zero1(dp=dp*tp)"]
+    memory = next(row for row in beside["rows"] if row[0] == "memory")
+    assert memory[2] == bytes_text(plan.memory_bytes)
+    megatron, zero1 = beside["differing"]
+    assert ["blocks.*.up.weight", "whole", "d_ff -> tp"] in megatron["rows"]
+    assert zero1["rows"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ([GPT, "--mesh", "dp=2", "--layout", "ddp", "--beside", "dpp", "-o", "report.html"], "did you mean"),
         ([GPT, "-o", "report.html"], "no mesh for"),
         ([GPT, "--mesh", "dp=2", "-o", "nowhere/report.html"], "there is no folder"),
         (["nowhere.lay", "-o", "report.html"], "there is no file nowhere.lay"),

@@ -15,7 +15,11 @@ import pytest
 import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
-from autopar.plans.views.page import ComparedPlan, contents, page
+from autopar.mesh import Mesh
+from autopar.plans.find import PlanRequest, plan_under_layout
+from autopar.plans.views.notes import notes
+from autopar.plans.views.page import ComparedPlan, contents, page, report
+from autopar.plans.views.summary import cost_rows
 from autopar.sharding.layout.language import load_strategy
 from autopar.sharding.time_slice import propagate_plan
 from examples.gpt import gpt
@@ -26,10 +30,13 @@ LOOK = """
 <script>
 const overflow = document.documentElement.scrollWidth - innerWidth;
 const count = (what) => document.querySelectorAll(what).length;
-document.querySelector('#filter [data-axis="tp"]').click();
+document.querySelector('#filter button:last-child').click();
 document.title = JSON.stringify({
   overflow, facts: count(".fact"), dims: count("#dims tbody tr"), sent: count("#communication tbody tr"),
   ops: count(".op"), devices: count(".device"), rivals: count(".rival"), shown: timeline.shown.length,
+  stages: count("#stages tbody tr"), beside: count("#beside tbody tr"), differing: count("#differing h3"),
+  last: [...document.querySelectorAll("#differing h3")].map((one) => one.textContent).pop() || "",
+  notes: count("#notes li"),
   kinds: count(".held"), faded: count("#communication tbody tr.faded"),
 });
 </script>
@@ -115,12 +122,10 @@ def _page(found: dict[str, Any]) -> str:
     return page({name: value for name, value in found.items() if name != "expected"})
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_it(found: dict[str, Any], tmp_path: Path, width: int, scheme: str) -> None:
+def _seen(text: str, tmp_path: Path, width: int, scheme: str) -> dict[str, Any]:
+    """Return what a browser shows of a page; fail if it complains."""
     place = tmp_path / "report.html"
-    place.write_text(_page(found).replace("</body>", LOOK + "</body>"), encoding="utf-8")
+    place.write_text(text.replace("</body>", LOOK + "</body>"), encoding="utf-8")
     assert BROWSER is not None
     preferred = {"dark": 0, "light": 1}[scheme]
     # A window cannot be as narrow as a telephone, so the page is laid out in a frame of that width.
@@ -153,7 +158,15 @@ def test_a_browser_shows_it(found: dict[str, Any], tmp_path: Path, width: int, s
     assert [line for line in ran.stderr.splitlines() if "CONSOLE" in line] == []
     told = re.search(r"\{&quot;.*\}|\{\".*\}", ran.stdout)
     assert told is not None, ran.stdout
-    seen = json.loads(told[0].replace("&quot;", '"'))
+    seen: dict[str, Any] = json.loads(told[0].replace("&quot;", '"'))
+    return seen
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_it(found: dict[str, Any], tmp_path: Path, width: int, scheme: str) -> None:
+    seen = _seen(_page(found), tmp_path, width, scheme)
     assert seen["overflow"] <= 0
     assert seen["facts"] == 4
     assert seen["devices"] == 8
@@ -163,3 +176,21 @@ def test_a_browser_shows_it(found: dict[str, Any], tmp_path: Path, width: int, s
     assert seen["dims"] == len(found["dims"])
     assert seen["sent"] == len(found["costs"]["communication"]) > seen["faded"] > 0
     assert seen["shown"] > 10
+    assert seen["stages"] == seen["beside"] == seen["differing"] == 0
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_a_browser_shows_stages_and_plans_side_by_side(tmp_path: Path, width: int, scheme: str) -> None:
+    graph, asked = autopar.trace(*gpt(batch=8, layers=4)), PlanRequest("h100")
+    first, last = (f"micro 4; pipeline pp {one}; batch -> dp; * -> none" for one in ("1f1b", "gpipe"))
+    plan, *others = (
+        plan_under_layout(graph, Mesh("pp=2,dp=2"), layout, asked) for layout in (first, "fsdp(fsdp=pp*dp)", last)
+    )
+    seen = _seen(report(plan, beside=dict(zip("ab", others, strict=True))).text, tmp_path, width, scheme)
+    assert seen["overflow"] <= 0
+    assert seen["stages"] == 2
+    assert seen["beside"] == len(cost_rows({"this plan": plan, "a": others[0], "b": others[1]})) - 1
+    assert seen["differing"] == 2
+    assert "the same" in seen["last"], "gpipe has other stages alone"
+    assert seen["notes"] == len(notes(plan))

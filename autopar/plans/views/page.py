@@ -22,6 +22,9 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import OWN
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.plans.record import PlanRecord
+from autopar.plans.views.notes import notes
+from autopar.plans.views.stages import other_stages, stage_rows
+from autopar.plans.views.summary import cost_rows, differences
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.sharding import Sharding, atoms_of
@@ -76,6 +79,9 @@ def contents(
         "sections": _sections(graph, plan, tensors, _OpTraffic(wired, cluster)),
         "tensors": tensors.described,
         "timeline": _timeline(wired, cluster),
+        "notes": [],
+        "stages": {"head": "", "rows": []},
+        "beside": {"rows": [], "differing": []},
     }
 
 
@@ -302,8 +308,15 @@ class Page:
         return f'<iframe srcdoc="{html.escape(self.text)}" style="width:100%;height:40rem;border:0"></iframe>'
 
 
-def report(plan: PlanRecord, experts: Mapping[str, PlanRecord] | None = None) -> Page:
-    """Return the page of a plan, compared with other plans for the same model and mesh."""
+def report(
+    plan: PlanRecord, experts: Mapping[str, PlanRecord] | None = None, beside: Mapping[str, PlanRecord] | None = None
+) -> Page:
+    """Return the page of a plan, compared with other plans for the same model and mesh.
+
+    Parameters:
+        experts: published strategies, of which time and memory are shown.
+        beside: plans that stand side by side with this one.
+    """
     rivals = [ComparedPlan(name, one.step_seconds, one.memory_bytes, one.fits) for name, one in (experts or {}).items()]
     shown = contents(
         plan.graph,
@@ -316,7 +329,21 @@ def report(plan: PlanRecord, experts: Mapping[str, PlanRecord] | None = None) ->
         within_layout=plan.within_layout,
         rivals=rivals,
     )
+    head, rows = stage_rows(plan)
+    shown.update(notes=notes(plan), stages={"head": head, "rows": rows})
+    if beside:
+        shown["beside"] = _beside(plan, beside)
     return Page(page(shown))
+
+
+def _beside(plan: PlanRecord, others: Mapping[str, PlanRecord]) -> dict[str, Any]:
+    """Return the costs of plans as rows, and for each other plan the tensors that are sharded differently."""
+    differing = []
+    for name, other in others.items():
+        found = differences(plan, other)
+        rows = [[tensor, here, there] for tensor, (here, there) in found.items()]
+        differing.append({"name": name, "rows": rows, "rest": other_stages(plan, other)})
+    return {"rows": cost_rows({"this plan": plan, **others}), "differing": differing}
 
 
 def page(shown: dict[str, Any]) -> str:

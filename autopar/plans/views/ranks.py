@@ -32,10 +32,10 @@ def unequal_ranks(plan: PlanRecord) -> list[str]:
 
 
 def shares_notes(plan: PlanRecord) -> list[str]:
-    """Return a line for each axis that splits the samples by unequal shares."""
+    """Return a note for each axis that splits the samples by unequal shares."""
     shares = plan.decided.axes.shares
     if shares is None:
         return []
     end = "whole samples, with the gradients of one process"
     parts = ((axis, ":".join(map(str, weights))) for axis, weights in shares.weights)
-    return [f"  note    {shares.dim} is split over {axis} by {numbers}: {end}" for axis, numbers in parts]
+    return [f"{shares.dim} is split over {axis} by {numbers}: {end}" for axis, numbers in parts]

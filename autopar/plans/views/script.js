@@ -37,6 +37,7 @@ function bytes(value) {
 
 function share(value) {
   const percent = value * 100;
+  if (percent > 0 && percent < 0.001) return "< 0.001 %";
   return (percent === 0 ? "0" : percent.toFixed(percent >= 10 ? 1 : percent >= 0.1 ? 2 : 4)) + " %";
 }
 
@@ -91,6 +92,7 @@ function head() {
     ...gap,
   ];
   at("facts").append(...facts.map(([number, what]) => make("div", { class: "fact" }, make("b", {}, number), make("span", {}, what))));
+  at("notes").append(...data.notes.map((text) => make("li", {}, text)));
   for (const name of [null, ...data.axes.map((axis) => axis.name)]) {
     const button = make("button", { "aria-pressed": String(name === filter), class: name ? "axis-" + axisNumber[name] : null }, name || "all axes");
     button.addEventListener("click", () => show(name));
@@ -122,7 +124,7 @@ function dims() {
 // -- time
 
 function parts() {
-  const tones = ["--compute", "--computed-back", null, "--axis-5", "--axis-1", "--accent", "--axis-3", "--axis-4"];
+  const tones = ["--compute", "--computed-back", null, "--axis-5", "--axis-1", "--accent", "--axis-3", "--axis-4", "--held-3"];
   const shown = Object.entries(data.costs.parts).map(([name, value], i) => [name, value, tones[i]]).filter(([, value, tone]) => value > 0 && tone);
   const again = data.costs.parts["recompute"];
   at("parts").append(
@@ -144,6 +146,27 @@ function parts() {
   const differs = Math.abs(drawnSeconds - off) > 0.02 * off ? `This is one possible order, of ${seconds(drawnSeconds)}; the predicted time, ${seconds(off)}, takes the overlap of compute and communication from a formula. ` : "";
   const stages = data.timeline.streams[0].startsWith("stage") ? "Each row is a stage of the pipeline; its tasks include the waits for the host. " : "";
   at("host").textContent = stages || host + differs;
+}
+
+function stages() {
+  const { head, rows: [names, ...rows] } = data.stages;
+  if (!rows.length) return at("stages-section").remove();
+  at("schedule").textContent = head;
+  table("stages", names.map((name, i) => (i < 2 ? name : "#" + name)), rows.map((cells) => ({ cells })));
+}
+
+function beside() {
+  const { rows: [names, ...rows], differing } = data.beside;
+  if (!rows.length) return at("beside-section").remove();
+  table("beside", names.map((name, i) => (i ? "#" + name : name)), rows.map((cells) => ({ cells: cells.map((cell) => cell.trim()) })));
+  for (const { name, rows, rest } of differing) {
+    const kinds = `${rows.length} kinds of tensors are sharded otherwise under ${name}`;
+    at("differing").append(make("h3", {}, rows.length ? kinds : `The shardings under ${name} are the same${rest}`));
+    if (!rows.length) continue;
+    const id = "differing-" + name;
+    at("differing").append(make("div", { class: "wide" }, make("table", { id })));
+    table(id, ["tensor", "this plan", name], rows.map(([tensor, ...both]) => ({ cells: [make("code", {}, tensor), ...both] })));
+  }
 }
 
 function rivals() {
@@ -393,5 +416,5 @@ function model() {
     section.count > 1 ? make("h3", {}, `${section.title} × ${section.count}`) : null, section.ops.map(op))));
 }
 
-head(); dims(); parts(); rivals(); memory(); timeline.begin(); chosen(); model();
+head(); dims(); parts(); stages(); beside(); rivals(); memory(); timeline.begin(); chosen(); model();
 addEventListener("resize", () => { at("memory").replaceChildren(); memory(); });

@@ -11,17 +11,25 @@ from autopar.sharding.assignment import Pipelining
 from autopar.sharding.layout.syntax import schedule_text
 from autopar.sharding.pipelining import statements_of
 
-__all__ = ["other_stages", "schedule_rows", "stage_of", "stage_table"]
+__all__ = ["other_stages", "schedule_rows", "stage_of", "stage_rows", "stage_table"]
 
 
 def stage_table(plan: PlanRecord) -> list[str]:
-    """Return a row for each stage of a pipeline: what it begins with, its times, its memory."""
+    """Return the lines of a table with a row for each stage of a pipeline."""
+    head, rows = stage_rows(plan)
+    return [head, *table(rows, right=(2, 3, 4, 5, 6, 7))] if rows else []
+
+
+def stage_rows(plan: PlanRecord) -> tuple[str, list[tuple[str, ...]]]:
+    """Return a line about the schedule, and a row for each stage: what it begins with, its times, its memory."""
     stages, pipelining = plan.costs.stages, plan.decided.assignment.pipelining
     if pipelining is None:
-        return []
+        return "", []
     begins = ["", *statements_of(pipelining)[1].before]
     busiest = max(stages, key=lambda stage: stage.busy_seconds)
-    rows = [("stage", "begins at", "forward", "backward", "busy", "sends", "in flight", "memory")]
+    rows: list[tuple[str, ...]] = [
+        ("stage", "begins at", "forward", "backward", "busy", "sends", "in flight", "memory")
+    ]
     for number, stage in enumerate(stages):
         first = ", ".join(begins[part] or "the inputs" for part in stage.parts)
         busy = percent_text(stage.busy_seconds / (plan.step_seconds or 1.0))
@@ -33,7 +41,7 @@ def stage_table(plan: PlanRecord) -> list[str]:
     assert plan.decided.micro is not None, "stages run micro-batches"
     head = f"{_schedule_text(pipelining)} on {pipelining.axis}, {plan.decided.micro.count} micro-batches: "
     head += f"stage {stages.index(busiest)} is the busiest"
-    return [f"{head}, which waits {percent_text(bubble)} of the step", *table(rows, right=(2, 3, 4, 5, 6, 7))]
+    return f"{head}, which waits {percent_text(bubble)} of the step", rows
 
 
 def schedule_rows(plans: Sequence[PlanRecord]) -> list[tuple[str, ...]]:

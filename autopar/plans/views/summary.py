@@ -6,18 +6,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 
-from autopar.cost.compute.rates import rate_notes
-from autopar.cost.plausible import doubts
 from autopar.errors import AutoparError
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.ir.graph import count_text
 from autopar.ir.precision import OWN
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
-from autopar.plans.views.ranks import devices_text, shares_notes, unequal_ranks
+from autopar.plans.views.notes import notes
+from autopar.plans.views.ranks import devices_text, unequal_ranks
 from autopar.plans.views.stages import other_stages, schedule_rows, stage_table
 from autopar.sharding.layout.drift import print_drift
-from autopar.sharding.sharding import ROUTING_IMBALANCE
 
 
 def summary(plan: PlanRecord) -> str:
@@ -62,27 +60,7 @@ def _head(plan: PlanRecord) -> list[str]:
     if plan.decided.options.precision != OWN:
         lines.insert(1, f"  runs    {plan.decided.options.precision.text}")
     lines += _frozen(plan)
-    idle = _idle_axes(plan)
-    if idle:
-        why = "; communication would take longer" if plan.origin == "search" else ""
-        every = len(idle) == sum(size > 1 for size in plan.decided.mesh.values())
-        text = (
-            "nothing is split: every device" if every else f"nothing is split over {', '.join(idle)}: each rank of it"
-        )
-        lines.append(f"  note    {text} computes {'everything' if every else 'the same'}{why}")
-    lines += shares_notes(plan)
-    if plan.graph.loss_pieces is not None:
-        pieces = plan.graph.loss_pieces
-        lines.append(f"  note    the last layer and the loss in {pieces} pieces: a rank has the logits of one of them")
-    for rate in rate_notes(plan.graph, plan.cluster.device):
-        lines.append(f"  note    the device has no rate for a dtype of the model: priced {rate}")
-    for doubt in doubts(plan.graph, plan.costs, plan.cluster.device, plan.decided.options.precision):
-        lines.append(f"  note    {doubt}")
-    split = _split_groups(plan)
-    if split:
-        busiest = f"assumed {ROUTING_IMBALANCE} times the mean on the busiest rank"
-        lines.append(f"  note    rows go to their experts over {', '.join(split)}: {busiest}")
-    return lines
+    return lines + [f"  note    {one}" for one in notes(plan)]
 
 
 def _frozen(plan: PlanRecord) -> list[str]:
@@ -94,22 +72,6 @@ def _frozen(plan: PlanRecord) -> list[str]:
     dtypes = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
     counts = f"{count_text(graph.trained_numel)} of {count_text(graph.numel)} parameters"
     return [f"  trains  {counts}; the others are frozen, stored in {dtypes}, without gradients and states"]
-
-
-def _split_groups(plan: PlanRecord) -> list[str]:
-    """Return the axes that split the groups of routed rows, such as experts."""
-    found: dict[str, None] = {}
-    for name, sharding in plan.decided.assignment.values.items():
-        tensor = plan.graph.tensors[name]
-        found.update(dict.fromkeys(axis for axes in sharding.splits[: tensor.routed] for axis in axes))
-    return [axis for axis in plan.decided.mesh if axis in found]
-
-
-def _idle_axes(plan: PlanRecord) -> list[str]:
-    """Return the axes that split no tensor and have no stages."""
-    assignment = plan.decided.assignment
-    used = {axis for each in (assignment.values, assignment.stored) for one in each.values() for axis in one.axes}
-    return [axis for axis, size in plan.decided.axes.items() if size > 1 and axis not in used]
 
 
 def dims_by_place(plan: PlanRecord) -> dict[str, list[str]]:
