@@ -49,6 +49,8 @@ class NamedGraph:
     fold: SequenceFold | None = None
     # Pieces in which the last linear layer and the loss run (autopar/tracing/loss_in_pieces.py); None for whole logits.
     loss_pieces: int | None = None
+    # Slots of an expert in each sample over the mean of its rows (autopar/tracing/group_capacity.py); None without.
+    capacity: float | None = None
 
     def coverage(self) -> dict[str, int]:
         """Return the number of ops with a rule of the table, with a discovered rule, and without (replicated)."""

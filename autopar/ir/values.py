@@ -53,6 +53,8 @@ class SequenceFold(NamedTuple):
 
 # Metadata of a node of an exported graph whose rows are routed: the number of groups.
 ROUTED = "routed"
+# The same of a node whose rows stand in slots of their groups, and are stored in full.
+SLOTTED = "slotted"
 
 # Origin of an op's rule: the table, a search by trial, or none (the op runs whole on each rank).
 Source = Literal["table", "discovered", "replicated"]
@@ -108,6 +110,8 @@ class NamedTensor:
     frozen: bool = False
     # Number of the leading atoms of dim 0 that are the groups of routed rows; 0 for a tensor that is stored in full.
     routed: int = 0
+    # Number of the leading atoms that are the groups of rows in slots.
+    slotted: int = 0
 
     @property
     def element_bytes(self) -> float:

@@ -20,6 +20,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans import cache
 from autopar.plans.best_loss import with_best_loss
+from autopar.plans.group_capacity import in_slots
 from autopar.plans.loss_pieces import stated_graph
 from autopar.plans.plan import Plan
 from autopar.plans.refused import closest_of, in_a_micro_batch, with_all_memory, with_its_line
@@ -304,6 +305,7 @@ def _on_mesh(
     faster ones.
     """
     said = None if layout is None else choose_layout(layout, mesh.whole)
+    graph = graph if said is None else in_slots(graph, said)
     limit = request.limit_bytes(request.cluster_value(), said)
 
     def search(ordered: NamedGraph, seconds: float, beat_seconds: float) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.ir.graph import NamedGraph
 from autopar.plans.folded import in_order
+from autopar.plans.group_capacity import in_slots
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.pieces_statement import PiecesStatement
 from autopar.sharding.layout.source import layout_error
@@ -33,8 +34,8 @@ def in_pieces(graph: NamedGraph, layout: Layout, outputs: Outputs) -> NamedGraph
 
 
 def stated_graph(graph: NamedGraph, layout: Layout, outputs: Outputs) -> NamedGraph:
-    """Return the graph with the pieces of the loss and the order of the sequence that a layout states."""
-    return in_order(in_pieces(graph, layout, outputs), layout)
+    """Return the graph as a layout states it: capacity of experts, pieces of the loss, order of the sequence."""
+    return in_order(in_pieces(in_slots(graph, layout), layout, outputs), layout)
 
 
 def pieces_statement(graph: NamedGraph) -> tuple[PiecesStatement, ...]:

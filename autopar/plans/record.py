@@ -17,6 +17,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.folded import fold_statement
 from autopar.plans.format import bytes_text, seconds_text, skeleton, table
+from autopar.plans.group_capacity import capacity_statement
 from autopar.plans.header import Header, parameters_of
 from autopar.plans.loss_pieces import pieces_statement
 from autopar.plans.to_layout import WrittenLayout, write_layout
@@ -157,7 +158,11 @@ class PlanRecord:
     def written(self) -> WrittenLayout:
         micro, pipelining = self.decided.micro, self.decided.assignment.pipelining
         drift = self.decided.drift
-        in_time: tuple[Statement, ...] = (*pieces_statement(self.graph), *fold_statement(self.graph))
+        in_time: tuple[Statement, ...] = (
+            *capacity_statement(self.graph),
+            *pieces_statement(self.graph),
+            *fold_statement(self.graph),
+        )
         in_time = in_time if drift is None else (*in_time, drift.statement)
         in_time = in_time if micro is None else (*in_time, micro)
         if pipelining is not None:

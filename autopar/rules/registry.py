@@ -28,6 +28,7 @@ from autopar.rules.ops import (
     routed,
     scatter,
     slicing,
+    slots,
     view,
 )
 from autopar.rules.proof.samples import Tries
@@ -41,6 +42,7 @@ MODULES: tuple[ModuleType, ...] = (
     reduce,
     matmul,
     routed,
+    slots,
     view,
     slicing,
     index,

@@ -379,7 +379,9 @@ class _Folding:
         repeats = repeated_layers(exported)
         naming = earlier_names(graph, binding, self.made_from, self.pieces_name)
         found = assemble(graph.model, exported, binding, naming, repeats)
-        found = replace(found, given=graph.given, fold=self.wanted, loss_pieces=graph.loss_pieces)
+        found = replace(
+            found, given=graph.given, fold=self.wanted, loss_pieces=graph.loss_pieces, capacity=graph.capacity
+        )
         if verifying():
             verify_graph(found)
         return found

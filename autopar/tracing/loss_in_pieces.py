@@ -194,7 +194,7 @@ class _Joining:
         repeats = repeated_layers(exported)
         earlier = {tensor.node: (tensor, False) for tensor in graph.tensors.values()}
         found = assemble(graph.model, exported, binding, earlier_names(graph, binding, earlier), repeats)
-        found = replace(found, given=graph.given, loss_pieces=self.pieces)
+        found = replace(found, given=graph.given, loss_pieces=self.pieces, capacity=graph.capacity)
         if verifying():
             verify_graph(found)
         return found

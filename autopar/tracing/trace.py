@@ -20,7 +20,7 @@ from autopar.ir.exported import Exported, NodeOrigin
 from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
 from autopar.ir.precision import Precision, parse_precision
-from autopar.ir.values import ROUTED, Atom, Dim, Kind, NamedNode, NamedTensor
+from autopar.ir.values import ROUTED, SLOTTED, Atom, Dim, Kind, NamedNode, NamedTensor
 from autopar.ir.verify import verify_graph
 from autopar.rules.bind_call import factor_sizes
 from autopar.rules.proof.discover import Discoveries
@@ -175,6 +175,7 @@ def _tensors(
                     requires_grad=node.name in with_gradient,
                     frozen=node.name in frozen,
                     routed=_leading(atoms, node.meta.get(ROUTED, 0)),
+                    slotted=_leading(atoms, node.meta.get(SLOTTED, 0)),
                 )
             )
     return tensors
@@ -198,7 +199,7 @@ def _atoms(dims: Iterable[int], naming: DimNames) -> Iterator[Atom]:
 
 
 def _leading(atoms: tuple[Atom, ...], groups: int) -> int:
-    """Return the number of leading atoms that are the groups of routed rows."""
+    """Return the number of leading atoms that are the groups of rows."""
     count = 0
     while groups > 1:
         assert count < len(atoms), f"no {groups} groups in {atoms}"

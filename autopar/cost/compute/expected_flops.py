@@ -92,6 +92,8 @@ def _use(graph: NamedGraph, node: NamedNode, step: Contraction, sources: dict[st
     rows = prod(values.shape) / prod(node.sizes[factor] for factor in step.summed) / (node.routed or 1)
     flops = 2 + 2 * _gets_gradient(graph, node, values.name) + 2 * _gets_gradient(graph, node, parameter.name)
     groups = node.routed or prod(node.sizes[factor] for factor in step.chosen)
+    if values.slotted:
+        groups = prod(atom.size for atom in values.atoms[: values.slotted])
     return _ParameterUse(prod(parameter.shape), rows, flops, groups)
 
 

@@ -91,7 +91,7 @@ class RoutedRows:
     def op(self, node: NamedNode, assignment: OpAssignment, arguments: Mapping[str, Any]) -> Node | None:
         """Emit an op that reads the order of rows; None for all others."""
         self._follow(node)
-        if node.op == str(GROUPED_ROWS):
+        if node.op == str(GROUPED_ROWS) and self.graph.tensors[node.operands[0] or ""].routed:
             order = self._order_of(node.operands[0], assignment.operands[0])
             given = arguments["rows"], arguments["matrices"], arguments["bias"], order.counts
             first = self.first_products.setdefault(order.counts, node.name) == node.name

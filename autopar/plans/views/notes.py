@@ -26,6 +26,9 @@ def notes(plan: PlanRecord) -> list[str]:
     if plan.graph.loss_pieces is not None:
         pieces = plan.graph.loss_pieces
         found.append(f"the last layer and the loss in {pieces} pieces: a rank has the logits of one of them")
+    if plan.graph.capacity is not None:
+        slots = f"{plan.graph.capacity:g} times the mean of the rows of a sample"
+        found.append(f"an expert takes at most {slots}: further rows are dropped, which changes results")
     for rate in rate_notes(plan.graph, plan.cluster.device):
         found.append(f"the device has no rate for a dtype of the model: priced {rate}")
     for doubt in doubts(plan.graph, plan.costs, plan.cluster.device, plan.decided.options.precision):

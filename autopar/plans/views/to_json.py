@@ -26,6 +26,7 @@ def plan_data(plan: PlanRecord) -> dict[str, Any]:
         "cluster": plan.cluster.name,
         "origin": plan.origin,
         "loss_pieces": plan.graph.loss_pieces,
+        "capacity": plan.graph.capacity,
         **costs_data(plan),
         # Reversed: of several places of a dim, the most frequent one wins.
         "dims": {dim: axes for axes, dims in reversed(list(dims_by_place(plan).items())) for dim in dims},

@@ -12,6 +12,7 @@ from pathlib import Path
 from autopar.errors import AutoparError, LayoutError
 from autopar.files import data_folder
 from autopar.mesh import Mesh, SubMesh
+from autopar.sharding.layout.capacity_statement import CapacityStatement
 from autopar.sharding.layout.drift import DriftStatement
 from autopar.sharding.layout.fold_statement import FoldStatement
 from autopar.sharding.layout.parser import LayoutParser
@@ -113,6 +114,10 @@ class Layout:
         return next((s for s in self.statements if isinstance(s, PiecesStatement)), None)
 
     @property
+    def capacity(self) -> CapacityStatement | None:
+        return next((s for s in self.statements if isinstance(s, CapacityStatement)), None)
+
+    @property
     def part_pins(self) -> tuple[PartPin, ...]:
         return tuple(s for s in self.statements if isinstance(s, PartPin))
 
@@ -141,6 +146,7 @@ def parse_layout(text: str, name: str = "<layout>") -> Layout:
         (DriftStatement, "drift"),
         (FoldStatement, "fold"),
         (PiecesStatement, "pieces"),
+        (CapacityStatement, "capacity"),
     ):
         found = [statement for statement in statements if isinstance(statement, one)]
         if len(found) > 1:
@@ -234,7 +240,8 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
 
 # `micro 8; pipeline pp 1f1b; fsdp(fsdp=dp)`. The statement names an axis on its line, the strategy `pipeline` does not.
 _STRATEGY_IN_TIME = re.compile(
-    r"(?P<in_time>(\s*(micro[ \t]+[\d?]|(pipeline|cut|drift|fold|pieces)[ \t]+\w|op[ \t]+@\S+[ \t]+at\s)[^;\n]*[;\n])+)"
+    r"(?P<in_time>(\s*(micro[ \t]+[\d?]|(pipeline|cut|drift|fold|pieces|capacity)[ \t]+\w|op[ \t]+@\S+[ \t]+at\s)"
+    r"[^;\n]*[;\n])+)"
     r"(?P<strategy>[^;]+);?\s*"
 )
 

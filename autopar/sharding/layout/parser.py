@@ -7,6 +7,7 @@ from typing import Literal, NoReturn, cast, get_args
 from autopar.errors import LayoutError
 from autopar.mesh import Mesh, parse_axes
 from autopar.names import did_you_mean
+from autopar.sharding.layout.capacity_statement import begins_capacity, read_capacity
 from autopar.sharding.layout.drift import read_drift
 from autopar.sharding.layout.fold_statement import read_fold
 from autopar.sharding.layout.pieces_statement import begins_pieces, read_pieces
@@ -134,6 +135,8 @@ class LayoutParser(TokenReader):
         # Two names in a row begin no rule.
         if token.kind == "name" and token.text == "fold" and following.kind in ("name", "dim"):
             return read_fold(self, self.advance())
+        if begins_capacity(token, following):
+            return read_capacity(self, self.advance())
         if begins_pieces(token, following):
             return read_pieces(self, self.advance())
         if token.kind == "name" and token.text == "drift" and (following.kind == "name" or following.text == "?"):

@@ -180,8 +180,14 @@ def _rules_about(layout: Layout, tensor: HasAtoms, kind: str) -> Iterator[_Rule]
 
 
 def _has_groups(claim: _AxisClaim, tensor: HasAtoms) -> bool:
-    """Return True for the dim of the groups of routed rows."""
-    return all(atom < tensor.routed for atom in claim.atoms)
+    """Return True for the dim of the groups of rows that are routed or in slots."""
+    return all(atom < (tensor.routed or tensor.slotted) for atom in claim.atoms)
+
+
+def _has_rows(claim: _AxisClaim, tensor: HasAtoms) -> bool:
+    """Return True for a dim of rows beside groups: all but the last dim of rows in slots."""
+    dim = tensor.atoms[claim.atoms[0]].dim
+    return dim == 0 or (tensor.slotted > 0 and dim < len(tensor.shape) - 1)
 
 
 def _grant(
@@ -202,8 +208,8 @@ def _grant(
                 wanted[i] = ()
             return
         rival = next((taken[axis] for axis in term.axes if axis in taken), None)
-        if rival is not None and _has_groups(rival, tensor) and tensor.atoms[claim.atoms[0]].dim == 0:
-            # Routed rows of all these ranks stand at their groups, so the axes split no rows there.
+        if rival is not None and _has_groups(rival, tensor) and _has_rows(claim, tensor):
+            # Rows of all these ranks stand at their groups, so the axes split no rows there.
             term = replace(term, axes=tuple(axis for axis in term.axes if taken.get(axis) is not rival))
             rival = next((taken[axis] for axis in term.axes if axis in taken), None)
         if rival is not None and rival.rule.place.priority == claim.rule.place.priority:

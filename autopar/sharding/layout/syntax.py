@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from autopar.mesh import Mesh
+from autopar.sharding.layout.capacity_statement import CapacityStatement, print_capacity
 from autopar.sharding.layout.drift import DriftStatement, print_drift
 from autopar.sharding.layout.fold_statement import FoldStatement, print_fold
 from autopar.sharding.layout.pieces_statement import PiecesStatement, print_pieces
@@ -275,6 +276,7 @@ Statement = (
     | PartPin
     | FoldStatement
     | PiecesStatement
+    | CapacityStatement
     | OverAxes
     | DimRule
     | Block
@@ -356,6 +358,8 @@ def print_statement(statement: Statement) -> str:
             return print_fold(statement)
         case PiecesStatement():
             return print_pieces(statement)
+        case CapacityStatement():
+            return print_capacity(statement)
         case DriftStatement():
             return print_drift(statement)
         case Let(name, axes):

@@ -28,6 +28,7 @@ class Tensor:
     shape: tuple[int, ...]
     atoms: tuple[Atom, ...]
     routed: int = 0
+    slotted: int = 0
 
 
 def plain(name: str, **dims: int) -> Tensor:
