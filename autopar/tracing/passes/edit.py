@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -89,13 +89,23 @@ def set_attention_arguments(node: Node, changed: Mapping[str, Any]) -> None:
 # -- values of index arithmetic ---------------------------------------------------------------------------------------
 
 
-def value_of(node: Node, given: Mapping[Node, Tensor] = NOTHING, most: int = MOST_ELEMENTS) -> Tensor | None:
-    """Return the value of a tensor that depends on numbers in the graph and `given` values alone; else None."""
+def value_of(
+    node: Node,
+    given: Mapping[Node, Tensor] = NOTHING,
+    most: int = MOST_ELEMENTS,
+    resize: Callable[[int], int] | None = None,
+) -> Tensor | None:
+    """Return the value of a tensor that depends on numbers in the graph and `given` values alone; else None.
+
+    `resize` changes whole numbers among the arguments: given values of fewer elements have values of fewer, too.
+    """
     known: dict[Node, Tensor | None] = dict(given)
-    return _value(node, known, len(known) + MOST_STEPS, most)
+    return _value(node, known, len(known) + MOST_STEPS, most, resize)
 
 
-def _value(node: Node, known: dict[Node, Tensor | None], steps: int, most: int) -> Tensor | None:
+def _value(
+    node: Node, known: dict[Node, Tensor | None], steps: int, most: int, resize: Callable[[int], int] | None
+) -> Tensor | None:
     if node in known:
         return known[node]
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or len(known) >= steps:
@@ -106,10 +116,14 @@ def _value(node: Node, known: dict[Node, Tensor | None], steps: int, most: int) 
         return None
     # Set before the recursion, so that failed nodes count as steps and are not tried again.
     known[node] = None
-    values = {source: _value(source, known, steps, most) for source in node.all_input_nodes}
+    values = {source: _value(source, known, steps, most, resize) for source in node.all_input_nodes}
     if any(value is None for value in values.values()):
         return None
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    if resize is not None:
+        args, kwargs = tree_map_only(
+            int, lambda number: number if isinstance(number, bool) else resize(number), (args, kwargs)
+        )
     if any(argument.name == "device" for argument in node.target._schema.arguments):
         # The traced device may be meta, or a GPU that this machine lacks.
         kwargs = {**kwargs, "device": torch.device("cpu")}

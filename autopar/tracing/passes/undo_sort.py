@@ -17,6 +17,7 @@ Output::
 from __future__ import annotations
 
 import operator
+from math import isqrt
 from typing import Any
 
 import torch
@@ -35,8 +36,11 @@ aten = torch.ops.aten
 SORTS = (aten.sort.default, aten.sort.stable)
 ARGSORTS = (aten.argsort.default, aten.argsort.stable)
 LOOKUPS = (aten.index.Tensor, aten.index_select.default)
-# Most rows to draw and sort in a check; 64 MiB of int64.
+# Most rows to draw and sort in a check, 64 MiB of int64; of more rows a part is taken that has between these.
 MOST_ROWS = 2**23
+PART = 2**12, 2**20
+# Most experts of a token. Whole numbers that are the rows over so many at most are numbers of rows or tokens.
+MOST_CHOSEN = 64
 
 
 def undo_sort(graph: Graph) -> None:
@@ -54,6 +58,11 @@ class _SortedRows:
         self.graph = sort.graph
         self.keys: Node = sort.args[0]
         self.count: int = self.keys.meta["val"].shape[0]
+        # Rows of a check: many of them are checked on a part.
+        least, most = PART
+        share = _least_divisor(self.count, -(-self.count // most)) if self.count > most else 1
+        self.share = share if self.count // share >= least else 1
+        self.checked = self.count // self.share
         parts = {user.args[1]: user for user in sort.users} if sort.target in SORTS else {1: sort}
         self.ordered, self.order = parts.get(0), parts.get(1)
         # Value in the sorted order -> the same rows in the original order; None for a value that is not sorted.
@@ -65,7 +74,7 @@ class _SortedRows:
 
     def undo(self) -> None:
         """Replace each value that is put back by its twin."""
-        if self.order is None or not 1 < self.count <= MOST_ROWS:
+        if self.order is None or not 1 < self.checked <= MOST_ROWS:
             return
         depending = {self.order} if self.ordered is None else {self.order, self.ordered}
         for node in list(self.graph.nodes):
@@ -83,14 +92,14 @@ class _SortedRows:
         if experts in self.drawn:
             return self.drawn[experts]
         # A fixed seed, so that a model is traced alike each time.
-        keys = torch.randint(0, experts, (self.count,), generator=torch.Generator().manual_seed(experts))
+        keys = torch.randint(0, experts, (self.checked,), generator=torch.Generator().manual_seed(experts))
         keys = keys.to(self.keys.meta["val"].dtype)
         ordered, order = keys.sort(stable=True)
         known = {self.keys: keys}
         # Counts of rows per expert are often computed from the keys before they are flattened.
         source = self.keys.args[0] if self.keys.target is aten.reshape.default else None
         if isinstance(source, Node):
-            known[source] = keys.reshape(source.meta["val"].shape)
+            known[source] = keys.reshape([self._resize(size) for size in source.meta["val"].shape])
         if self.ordered is not None:
             known[self.ordered] = ordered
         if self.order is not None:
@@ -98,13 +107,23 @@ class _SortedRows:
         self.drawn[experts] = known
         return known
 
+    def _resize(self, number: int) -> int:
+        """Return a number of rows or tokens in a check; other numbers as they are."""
+        if number <= 0 or self.count % number or self.count // number > MOST_CHOSEN or number % self.share:
+            return number
+        return number // self.share
+
+    def _value(self, node: Node, experts: int) -> Tensor | None:
+        """Return the value that an index has in a check; None if it depends on other values."""
+        resize = self._resize if self.share > 1 else None
+        return value_of(node, self._known(experts), MOST_ROWS * self.share, resize)
+
     def _index(self, index: Node) -> tuple[Tensor, Tensor] | None:
         """Return the values of an index and of the order; None if the index depends on other values."""
         # Two experts are enough to see where rows move.
-        known = self._known(2)
-        value = value_of(index, known, MOST_ROWS)
+        value = self._value(index, 2)
         assert self.order is not None, "undo() returns early without an order"
-        return None if value is None or value.dim() != 1 else (value, known[self.order])
+        return None if value is None or value.dim() != 1 else (value, self._known(2)[self.order])
 
     def _divisor(self, index: Node, rows: int) -> int | None:
         """Return `k` for an index `order // k`, with `k` chosen experts for each of `rows`; else None."""
@@ -121,7 +140,7 @@ class _SortedRows:
             if source in depending and index in depending:
                 found = self._index(index)
                 # The inverse permutation, applied to the order, counts 0, 1, 2 ...
-                if found is not None and torch.equal(found[0][found[1]], torch.arange(self.count)):
+                if found is not None and torch.equal(found[0][found[1]], torch.arange(self.checked)):
                     return self._twin(source, node)
         elif node.target is aten.index_add.default:
             base, dim, index, source, alpha = arguments_of(node).values()
@@ -175,7 +194,7 @@ class _SortedRows:
             return None
         experts = matrices.meta["val"].shape[0]
         known = self._known(experts)
-        found = value_of(ends, known, MOST_ROWS)
+        found = self._value(ends, experts)
         wanted = torch.bincount(known[self.keys].long(), minlength=experts).cumsum(0)
         twin = self._twin(rows, before)
         if twin is None or found is None or not torch.equal(found.long(), wanted):
@@ -201,6 +220,12 @@ class _SortedRows:
             return None
         args, kwargs = torch.fx.node.map_arg((value.args, dict(value.kwargs)), lambda node: ours.get(node, node))
         return insert(value, value.target, *args, before=before, **kwargs)
+
+
+def _least_divisor(number: int, least: int) -> int:
+    """Return the least divisor from `least` up of a number."""
+    small = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
+    return min(one for divisor in small for one in (divisor, number // divisor) if one >= least)
 
 
 def _lookup(node: Node) -> tuple[Any, Any]:
