@@ -6,28 +6,32 @@ in the middle of the forward and of the backward. Any number of blocks, and any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-import autopar
 from autopar.cost.compute.op_time import local_bytes
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import memory
 from autopar.cost.profile import Task, profile
+from autopar.ir.exported import Exported
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import PRESETS, Precision
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan
 from autopar.submesh import SubMesh
+from autopar.tracing.export.export import export
+from autopar.tracing.sized_exports import SizedExports
+from autopar.tracing.trace import named_graph
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
-from benchmarks.published.runs import FLASH_2, Run, Software, layout_of
+from benchmarks.published.runs import FLASH_2, Run, Sharding, Software, layout_of
 
 __all__ = ["BLOCKS", "Amounts", "Parts", "parts_of"]
 
@@ -65,10 +69,10 @@ class Amounts:
     saved_bytes: float = 0.0
 
     def __add__(self, other: Amounts) -> Amounts:
-        return Amounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return Amounts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def __mul__(self, times: float) -> Amounts:
-        return Amounts(*(times * getattr(self, field.name) for field in fields(self)))
+        return Amounts(*(times * getattr(self, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,10 @@ def _parts(setting: Setting) -> Parts:
         share = elements[i] / sum(elements)
         amounts.append(
             Amounts(
-                sum(task.seconds for task in forward[i] if not task.overlapped) + loss[0],
-                sum(task.seconds for task in backward[i] if not task.overlapped) + extra_seconds + loss[1],
+                sum(task.seconds for task in forward[i] if not (task.overlapped or task.once)) + loss[0],
+                sum(task.seconds for task in backward[i] if not (task.overlapped or task.once))
+                + extra_seconds
+                + loss[1],
                 sum(task.host_seconds for task in forward[i] if not task.once) + extra_host[0],
                 sum(task.host_seconds for task in backward[i] if not task.once) + extra_host[1],
                 sum(task.seconds for task in tasks if task.overlapped and not task.once),
@@ -161,7 +167,7 @@ def _parts(setting: Setting) -> Parts:
                 sum(task.bytes for task in forward[i] if task.overlapped and task.once),
                 sum(task.bytes for task in backward[i] if task.overlapped and task.once),
                 counts[i],
-                share * optimizer,
+                share * optimizer + sum(task.seconds for task in tasks if task.once and not task.overlapped),
                 share * held,
                 saved[i],
             )
@@ -289,7 +295,28 @@ def _cluster(run: Run) -> Cluster:
 
 @cache
 def _traced(decoder: Decoder, batch: int) -> NamedGraph:
-    return autopar.trace(decoder_model(decoder), decoder_inputs(decoder, batch))
+    return named_graph(decoder_model(decoder), decoder_inputs(decoder, batch), export=_exports(decoder).export)
+
+
+# Sizes of a model that are traced one by one: a capture with symbolic sizes takes as long as two traces.
+ONE_BY_ONE = 2
+
+
+@dataclass
+class _Exports:
+    """Exports of one decoder: the first ones by traces, more by a capture with a symbolic batch."""
+
+    traced: int = 0
+    sized: SizedExports = field(default_factory=SizedExports)
+
+    def export(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exported:
+        self.traced += 1
+        return export(model, inputs) if self.traced <= ONE_BY_ONE else self.sized.export(model, inputs)
+
+
+@cache
+def _exports(decoder: Decoder) -> _Exports:
+    return _Exports()
 
 
 def _precision(run: Run) -> Precision:
@@ -303,8 +330,9 @@ def _precision(run: Run) -> Precision:
 
 def _plan(graph: NamedGraph, run: Run) -> StepPlan:
     """Return the run's strategy as a plan: stages are furthest apart, tensor-parallel ranks next to each other."""
+    plan = _propagated(graph, run.sharding, run.sequence_parallel, run.dp, run.tp)
     axes = SubMesh({"pp": run.pp, "dp": run.dp, "tp": run.tp})
-    plan = propagate_plan(graph, layout_of(run.sharding, run.sequence_parallel, run.dp, run.tp), axes)
+    plan = replace(plan, assignment=replace(plan.assignment, axes=axes))
     layers = {path: run.recompute for repeat in graph.repeats for path in repeat.module_paths}
     parameters = [tensor.name for tensor in graph.parameters]
     options = TrainingOptions(
@@ -314,3 +342,9 @@ def _plan(graph: NamedGraph, run: Run) -> StepPlan:
         compiled=run.software.compiled,
     )
     return plan.with_regather(parameters if run.regathers else ()).with_recompute(layers).with_options(options)
+
+
+@cache
+def _propagated(graph: NamedGraph, sharding: Sharding, sequence_parallel: bool, dp: int, tp: int) -> StepPlan:
+    """Return the strategy without stages: no tensor is split along their axis."""
+    return propagate_plan(graph, layout_of(sharding, sequence_parallel, dp, tp), SubMesh({"dp": dp, "tp": tp}))
