@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _data(plans: Mapping[str, Plan | str]) -> dict[str, Any]:
+    from autopar.plans.views.confidence import within_noise_of
     from autopar.plans.views.summary import differences
     from autopar.plans.views.to_json import costs_data
 
@@ -84,7 +85,8 @@ def _data(plans: Mapping[str, Plan | str]) -> dict[str, Any]:
             continue
         assert first is not None
         differs = {tensor: list(pair) for tensor, pair in differences(first, plan).items()}
-        found.append({"plan": name, "applies": True, **costs_data(plan), "differs": differs})
+        near = within_noise_of(first, plan)
+        found.append({"plan": name, "applies": True, **costs_data(plan), "within_noise": near, "differs": differs})
     about: dict[str, Any] = {"model": None, "mesh": None, "cluster": None}
     if first is not None:
         about = {

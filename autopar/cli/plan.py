@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan.save(arguments.output)
     if arguments.json:
         data = plan.to_json()
-        data["experts"] = [_expert_data(name, expert) for name, expert in experts.items()]
+        data["experts"] = [_expert_data(name, expert, plan) for name, expert in experts.items()]
         print_data("plan", data)
         return 0
     print(plan.summary())
@@ -147,21 +147,26 @@ def _experts(plan: Plan, progress: ProgressLine) -> dict[str, Plan]:
     return price_strategies(plan)
 
 
-def _expert_data(name: str, plan: Plan) -> dict[str, Any]:
+def _expert_data(name: str, expert: Plan, plan: Plan) -> dict[str, Any]:
+    from autopar.plans.views.confidence import within_noise_of
+
     return {
         "strategy": name,
-        "step_seconds": plan.step_seconds,
-        "peak_bytes": plan.memory_bytes,
-        "fits": plan.fits,
+        "step_seconds": expert.step_seconds,
+        "peak_bytes": expert.memory_bytes,
+        "fits": expert.fits,
+        "within_noise": within_noise_of(plan, expert),
     }
 
 
 def _comparison(plan: Plan, experts: dict[str, Plan]) -> str:
     from autopar.plans.format import bytes_text, seconds_text, table
+    from autopar.plans.views.confidence import noise_note
 
     rows = [("", "step", "", "memory", "fits")]
-    for name, one in {"this plan": plan, **experts}.items():
+    every = {"this plan": plan, **experts}
+    for name, one in every.items():
         slower = f"× {one.step_seconds / plan.step_seconds:.3g}" if one is not plan else ""
         fits = "yes" if one.fits else "no"
         rows.append((name, seconds_text(one.step_seconds), slower, bytes_text(one.memory_bytes), fits))
-    return "\n".join(["published strategies on this mesh", *table(rows, right=(1, 2, 3))])
+    return "\n".join(["published strategies on this mesh", *table(rows, right=(1, 2, 3)), *noise_note(every)])

@@ -11,6 +11,8 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.loading import LoadingCosts, loading_costs
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.network import Network
+from autopar.cost.step_errors import shipped_errors
+from autopar.cost.time_range import TimeRange, time_range
 from autopar.cost.unequal_devices import with_slowest_links
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
@@ -82,6 +84,11 @@ class PlanRecord:
     def step_seconds(self) -> float:
         """Return the predicted time of a step."""
         return self.costs.step_seconds
+
+    @cached_property
+    def time_range(self) -> TimeRange | None:
+        """Return the range of the step time, by the errors of predictions of measured runs; None if there are none."""
+        return time_range(self.graph, self.decided, self.cluster, self.costs, shipped_errors())
 
     @property
     def memory_bytes(self) -> float:

@@ -18,11 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.step_errors import read_errors, shipped_errors, write_errors
 from autopar.errors import AutoparError
 from benchmarks.published import attention, communication, products
+from benchmarks.published.errors import by_other_tables, errors_by_kind, held_back, kind_of
 from benchmarks.published.price import price
+from benchmarks.published.priced import Priced, half_of
 from benchmarks.published.readers.rows import read_rows
-from benchmarks.published.tables import READERS, Judged, Priced, judge, reader_of
+from benchmarks.published.tables import READERS, Judged, judge, reader_of
 
 KNOWN = (*READERS, *communication.READERS, *products.READERS, *attention.READERS)
 
@@ -32,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("tables", nargs="*", type=Path, metavar="TABLE.csv")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--rows", action="store_true", help="print every run too")
+    parser.add_argument(
+        "--write-errors", type=Path, metavar="FILE.csv", help="write the errors of one half of the runs, by kind of run"
+    )
     parser.add_argument("--tables", dest="listed", action="store_true", help="list the tables that are known")
     given = parser.parse_args(arguments)
     if given.listed:
@@ -44,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise AutoparError(_which(unknown))
         if unknown:
             print(f"left out: {_which(unknown)}", file=sys.stderr)
-        report = _report(tables)
+        report = _report(tables, given.write_errors)
     except AutoparError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,17 +66,27 @@ def _which(unknown: Sequence[Path]) -> str:
     return f"{names}: no table that is known by its name\nfix: one of {', '.join(f'*{name}*.csv' for name in KNOWN)}"
 
 
-def _report(paths: Sequence[Path]) -> dict[str, Any]:
+def _report(paths: Sequence[Path], errors_path: Path | None) -> dict[str, Any]:
     """Everything, as plain data."""
-    runs: list[dict[str, Any]] = []
+    tables: dict[str, list[Priced]] = {}
     for path in paths:
         reader = reader_of(path)
         if reader is not None:
-            priced = [price(run) for run in reader(read_rows(path))]
-            parts = [asdict(part) for part in judge(path.stem, priced)]
-            runs.append({"table": path.stem, "parts": parts, "priced": [_row(one) for one in priced]})
+            tables[path.stem] = [price(run) for run in reader(read_rows(path))]
+    every = [one for priced in tables.values() for one in priced]
+    if errors_path is not None:
+        write_errors(errors_path, errors_by_kind([one for one in every if half_of(one.run) == "fit"]))
+    known = shipped_errors() if errors_path is None else read_errors(errors_path)
     return {
-        "runs": runs,
+        "runs": [
+            {
+                "table": name,
+                "parts": [asdict(part) for part in judge(name, priced)],
+                "priced": [_row(one) for one in priced],
+            }
+            for name, priced in tables.items()
+        ],
+        "ranges": [asdict(one) for one in (*held_back(tables, known), *by_other_tables(tables))],
         "collectives": [asdict(one) for one in communication.tables(paths)],
         "products": [asdict(one) for one in products.tables(paths)],
         "attention": [asdict(one) for one in attention.tables(paths)],
@@ -83,6 +99,8 @@ def _row(one: Priced) -> dict[str, Any]:
         "label": run.label,
         "group": run.group,
         "strategy": f"dp={run.dp} tp={run.tp} pp={run.pp} {run.sharding} {run.micro_batches} x {run.micro_batch}",
+        "kind": kind_of(run).text,
+        "half": half_of(run),
         "predicted_seconds": one.step_seconds,
         "measured_seconds": run.measured.step_seconds,
         "predicted_bytes": one.memory_bytes,
@@ -100,6 +118,7 @@ def _text(report: dict[str, Any]) -> str:
     for table in report["runs"]:
         lines += [_run_line(Judged(**part)) for part in table["parts"]]
         lines += [_row_line(row) for row in table.get("priced", ())]
+    lines += [_range_line(one) for one in report["ranges"]]
     for one in (*report["collectives"], *report["products"], *report["attention"]):
         lines.append(
             f"{one['name']}: {one['rows']} rows, {one['left_out']} left out; median |error| "
@@ -124,6 +143,11 @@ def _run_line(part: Judged) -> str:
             shares = f"precision {_share(found['precision'])}, recall {_share(found['recall'])}"
             words.append(f"{name}: {shares} ({found['predicted']} predicted, {found['real']} real)")
     return "; ".join(words)
+
+
+def _range_line(one: dict[str, Any]) -> str:
+    order = f"; {_percent(one['in_order'])} of {one['pairs']} pairs beyond the noise in order" if one["pairs"] else ""
+    return f"{one['name']}: {_percent(one['inside'])} of {one['runs']} runs inside{order}"
 
 
 def _row_line(row: dict[str, Any]) -> str:

@@ -8,9 +8,9 @@ from autopar.cost.overlap import OverlapCost
 from autopar.cost.pipeline import StageCosts, pipeline
 from autopar.submesh import SubMesh
 from benchmarks.published.parts import Amounts, Parts, parts_of
+from benchmarks.published.priced import Priced
 from benchmarks.published.runs import Run
 from benchmarks.published.stages import Stage, stages_of
-from benchmarks.published.tables import Priced
 
 __all__ = ["price"]
 

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.published.metrics import Hits, Pair, kendall_tau, mean_of, median_error, precision_recall, regret
+from benchmarks.published.priced import Priced
 from benchmarks.published.readers.llmfoundry import llmfoundry_runs
 from benchmarks.published.readers.megatron import layer_runs, recompute_runs, sc21_runs
 from benchmarks.published.readers.playbook import playbook_runs
 from benchmarks.published.readers.rows import Row
 from benchmarks.published.readers.vtrain import vtrain_runs
 from benchmarks.published.runs import Run
+from benchmarks.published.splits import splits
 
-__all__ = ["READERS", "Judged", "Priced", "judge", "reader_of"]
+__all__ = ["READERS", "Judged", "judge", "reader_of"]
 
 Reader = Callable[[Sequence[Row]], list[Run]]
 
@@ -32,17 +34,6 @@ READERS: Mapping[str, Reader] = {
 
 def reader_of(path: Path) -> Reader | None:
     return next((reader for part, reader in READERS.items() if part in path.name), None)
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A run with what the cost model says of it."""
-
-    run: Run
-    step_seconds: float
-    # None where nothing is known to compare it with.
-    memory_bytes: float | None
-    fits: bool
 
 
 @dataclass(frozen=True)
@@ -65,10 +56,12 @@ class Judged:
 
 
 def judge(name: str, priced: Sequence[Priced]) -> list[Judged]:
-    """Return the whole table, and the rows of each tag."""
+    """Return the whole table, the rows of each tag, and those of each split of the table that has two sides."""
     tags = sorted({tag for one in priced for tag in one.run.tags})
     parts = [(name, list(priced))]
     parts += [(f"{name}, {tag}", [one for one in priced if tag in one.run.tags]) for tag in tags]
+    for split in splits(priced):
+        parts += [(f"{name}, {side}", rows) for side, rows in split.items()]
     return [_judged(part, rows) for part, rows in parts]
 
 

@@ -168,7 +168,7 @@ def _seen(text: str, tmp_path: Path, width: int, scheme: str) -> dict[str, Any]:
 def test_a_browser_shows_it(found: dict[str, Any], tmp_path: Path, width: int, scheme: str) -> None:
     seen = _seen(_page(found), tmp_path, width, scheme)
     assert seen["overflow"] <= 0
-    assert seen["facts"] == 4
+    assert seen["facts"] == 5
     assert seen["devices"] == 8
     assert seen["kinds"] == 5, "parameters, optimizer, inputs, gradients, what is saved"
     assert seen["rivals"] == 2

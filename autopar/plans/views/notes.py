@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.cost.compute.rates import rate_notes
 from autopar.cost.plausible import doubts
 from autopar.plans.record import PlanRecord
+from autopar.plans.views.confidence import range_notes
 from autopar.plans.views.ranks import shares_notes
 from autopar.sharding.sharding import ROUTING_IMBALANCE
 
@@ -12,8 +13,8 @@ __all__ = ["notes"]
 
 
 def notes(plan: PlanRecord) -> list[str]:
-    """Return notes on a plan: idle axes, unequal shares, pieces, dtypes without a rate, doubts, the load of experts."""
-    found: list[str] = []
+    """Return notes on a plan: its range, idle axes, shares, pieces, dtypes without a rate, doubts, experts."""
+    found = range_notes(plan.time_range)
     idle = _idle_axes(plan)
     if idle:
         why = "; communication would take longer" if plan.origin == "search" else ""

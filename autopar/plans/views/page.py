@@ -16,12 +16,15 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryMoment, memory_over_time
 from autopar.cost.profile import Task, TaskBuilder
+from autopar.cost.step_errors import shipped_errors
+from autopar.cost.time_range import time_range
 from autopar.cost.timeline import step_timeline
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import OWN
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.plans.record import PlanRecord
+from autopar.plans.views.confidence import range_data, within_noise_of
 from autopar.plans.views.notes import notes
 from autopar.plans.views.stages import other_stages, stage_rows
 from autopar.plans.views.summary import cost_rows, differences
@@ -43,6 +46,8 @@ class ComparedPlan:
     step_seconds: float
     memory_bytes: float
     fits: bool
+    # Its time and that of the plan may be in either order.
+    within_noise: bool = False
 
 
 def contents(
@@ -73,6 +78,7 @@ def contents(
         "claimed": claimed,
         "within_layout": within_layout,
         "costs": _costs(costs),
+        "range": range_data(time_range(graph, plan, cluster, costs, shipped_errors())),
         "memory": _memory(costs, limit, memory_over_time(here, None if fullest is None else fullest.memory)),
         "rivals": [asdict(rival) for rival in rivals],
         "dims": _dims(graph, plan),
@@ -317,7 +323,10 @@ def report(
         experts: published strategies, of which time and memory are shown.
         beside: plans that stand side by side with this one.
     """
-    rivals = [ComparedPlan(name, one.step_seconds, one.memory_bytes, one.fits) for name, one in (experts or {}).items()]
+    rivals = [
+        ComparedPlan(name, one.step_seconds, one.memory_bytes, one.fits, within_noise_of(plan, one))
+        for name, one in (experts or {}).items()
+    ]
     shown = contents(
         plan.graph,
         plan.decided,

@@ -78,6 +78,10 @@ function table(id, head, rows) {
 
 // -- the head
 
+function likely(range) {
+  return `range that held ${share(range.share)} of ${range.runs} measured runs (${range.like})${range.extrapolated.length ? ", extrapolated" : ""}`;
+}
+
 function head() {
   const devices = data.axes.reduce((product, axis) => product * axis.size, 1);
   const mesh = data.axes.flatMap((axis, i) => [i ? ", " : "", axes([axis.name]), "=" + axis.size]).flat();
@@ -85,8 +89,10 @@ function head() {
   if (data.precision) at("where").append(`; ${data.precision}`);
   const { costs, memory } = data;
   const gap = data.gap === null ? [] : [[share(data.gap), (data.within_layout ? "at most from the best plan within the layout" : "at most from the best plan") + (data.claimed ? ", as its file claims" : "")]];
+  const range = data.range === null ? [] : [[`${seconds(data.range.low_seconds)} to ${seconds(data.range.high_seconds)}`, likely(data.range)]];
   const facts = [
     [seconds(costs.step_seconds), "predicted step time"],
+    ...range,
     [share(costs.mfu), "of the devices' peak"],
     [bytes(memory.peak_bytes), `of ${bytes(memory.limit_bytes)} per device${memory.peak_bytes > memory.limit_bytes ? ": does not fit" : ""}`],
     ...gap,
@@ -177,7 +183,7 @@ function rivals() {
     make("div", { class: "rival" + (one.ours ? " ours" : "") + (one.fits ? "" : " too-large") },
       make("span", {}, one.name),
       make("div", {}, make("span", { style: `width:${(100 * one.step_seconds) / most}%` })),
-      make("span", {}, `${seconds(one.step_seconds)}, ${bytes(one.memory_bytes)}${one.fits ? "" : ": does not fit"}`))));
+      make("span", {}, `${seconds(one.step_seconds)}, ${bytes(one.memory_bytes)}${one.fits ? "" : ": does not fit"}${one.within_noise ? ", within the noise" : ""}`))));
 }
 
 // -- memory

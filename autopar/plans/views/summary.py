@@ -12,6 +12,7 @@ from autopar.ir.graph import count_text
 from autopar.ir.precision import OWN
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
+from autopar.plans.views.confidence import noise_note, range_line
 from autopar.plans.views.notes import notes
 from autopar.plans.views.ranks import devices_text, unequal_ranks
 from autopar.plans.views.stages import other_stages, schedule_rows, stage_table
@@ -51,6 +52,7 @@ def _head(plan: PlanRecord) -> list[str]:
     lines = [
         f"{model} on {plan.whole_mesh}: {devices_text(plan)} ({plan.cluster.name})",
         f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
+        range_line(plan.time_range),
         f"  memory  {bytes_text(plan.memory_bytes)} of {limit}: {fits}",
     ]
     host_bytes, host_limit = plan.costs.memory.host_bytes, plan.costs.host_limit_bytes
@@ -324,7 +326,7 @@ def difference(one: PlanRecord, other: PlanRecord) -> str:
 def side_by_side(plans: Mapping[str, PlanRecord]) -> str:
     """Return a table of costs, then the tensors that differ from the first plan."""
     names = list(plans)
-    lines = table(cost_rows(plans), right=range(1, len(names) + 1), indent="")
+    lines = [*table(cost_rows(plans), right=range(1, len(names) + 1), indent=""), *noise_note(plans)]
     for name in names[1:]:
         found = differences(plans[names[0]], plans[name])
         lines += [

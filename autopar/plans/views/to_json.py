@@ -9,6 +9,7 @@ from typing import Any
 from autopar.ir.precision import Precision
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.alternatives import Alternative
+from autopar.plans.views.confidence import range_data
 from autopar.plans.views.explain import Explanation, OpFacts
 from autopar.plans.views.summary import dims_by_place
 from autopar.sharding.layout.drift import print_drift
@@ -53,6 +54,7 @@ def costs_data(plan: PlanRecord) -> dict[str, Any]:
         "drift": _drift_data(plan),
         "precision": precision_data(plan.decided.options.precision),
         "step_seconds": costs.step_seconds,
+        "range": range_data(plan.time_range),
         "bound_seconds": plan.bound_seconds or None,
         "bound_by": plan.bound_by or None,
         "gap": plan.gap,
