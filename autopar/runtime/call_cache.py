@@ -80,7 +80,7 @@ class CallCache:
         if self.device.type != "cpu":
             self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         self.randomness = RandomKeys(self.agreement, self.device, 0 if replica is None else replica.group.index)
-        self.weights = Weights(shell, model, self.device, options.precision)
+        self.weights = Weights(shell, model, self.device, options.precision, self.forget)
         self.synchronisation = GradientSync()
         self.signature = signature_of(self.weights.skeleton)
         self.kept = KeptCalls(sizes)
@@ -114,6 +114,10 @@ class CallCache:
         if self.latest is None:
             raise AutoparError("the module is not traced yet\nfix: give parallelize inputs, or call the module first")
         return self.latest
+
+    def forget(self) -> None:
+        """Trace calls anew, as an attribute of the model was set; parameters keep their sharding."""
+        self.kept = KeptCalls(self.kept.options)
 
     # -- find the compiled call of a call -----------------------------------------------------------------------------
 
@@ -380,7 +384,7 @@ class CallCache:
         held = held_by(graph, assignment, self.rank)
         # Parameters are split once, by the plan of the first call.
         for name, place in self.weights.stored.items():
-            if (held[name].layout, held[name].stage) != (place.layout, place.stage):
+            if not held[name].has_pieces_of(place):
                 raise AutoparError(
                     f"this call needs another sharding of the parameter {name}: expected {place.place_text}, that of "
                     f"the first call, got {held[name].place_text}\nfix: name its dims with dims=, so that all calls "
@@ -433,8 +437,9 @@ class CallCache:
         """Return an empty cache for another module, with copied weights and the same groups."""
         # Compiled calls refer to the tables of their module, so they cannot be shared.
         made = copy.copy(self)
-        made.shell, made.weights = shell, self.weights.copied(shell, memo)
-        made.kept, made.latest, made.synchronisation = KeptCalls(self.kept.options), None, GradientSync()
+        made.shell, made.weights = shell, self.weights.copied(shell, memo, made.forget)
+        made.latest, made.synchronisation = None, GradientSync()
+        made.forget()
         return made
 
 

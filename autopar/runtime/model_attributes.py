@@ -12,9 +12,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from autopar.errors import ModuleAttributeError
+from autopar.errors import AutoparError, ModuleAttributeError
 
-__all__ = ["ModelClass", "attribute_of", "class_for", "has_attribute"]
+__all__ = ["ModelClass", "attribute_of", "class_for", "has_attribute", "set_attribute"]
+
+_ABSENT = object()
+# Values that compare as what a graph makes of them; others are taken for new ones.
+_COMPARED = (bool, int, float, str, type(None))
 
 _Kind = TypeVar("_Kind", bound=type)
 
@@ -35,8 +39,8 @@ class ModelClass(type):
 
 
 def has_attribute(model: nn.Module, name: str) -> bool:
-    """Return whether a model defines an attribute itself, in its code or its constructor."""
-    return name in model.__dict__ or _defined(type(model), name) is not None
+    """Return whether a model has an attribute that not every module has, from its code or its constructor."""
+    return name in model.__dict__ or (_defined(type(model), name) is not None and not hasattr(nn.Module, name))
 
 
 def attribute_of(module: nn.Module, model: nn.Module, name: str) -> Any:
@@ -63,6 +67,18 @@ def attribute_of(module: nn.Module, model: nn.Module, name: str) -> Any:
     if forwarding is not None:  # as of the models of peft, which have the attributes of the model inside
         return forwarding[0](module, name)
     raise AttributeError(f"{type(model).__name__!r} object has no attribute {name!r}")
+
+
+def set_attribute(model: nn.Module, name: str, value: Any) -> bool:
+    """Set an attribute of a model; return whether its graphs may differ from now on."""
+    if isinstance(value, Tensor):
+        raise AutoparError(
+            f"a parallel module cannot take the tensor {name!r}: the graph would have it as a constant\n"
+            f"fix: make it a buffer of the model, register_buffer({name!r}, ...), and parallelize it then"
+        )
+    former = model.__dict__.get(name, _ABSENT)
+    setattr(model, name, value)
+    return not (type(former) is type(value) and isinstance(value, _COMPARED) and former == value)
 
 
 def class_for(kind: _Kind, model: nn.Module) -> _Kind:

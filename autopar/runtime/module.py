@@ -24,7 +24,7 @@ from autopar.runtime.compiled_call import CallSignature, CompiledCall
 from autopar.runtime.hosts import HostAnswers, save_pretrained
 from autopar.runtime.input_rows import batch_shard, from_rows
 from autopar.runtime.kept_calls import SizeOptions
-from autopar.runtime.model_attributes import ModelClass, attribute_of, class_for, has_attribute
+from autopar.runtime.model_attributes import ModelClass, attribute_of, class_for, has_attribute, set_attribute
 from autopar.runtime.module_shell import ClosedModule, entry_of, tie
 from autopar.runtime.routed_load import RoutedLoad, routed_loads
 from autopar.runtime.sync.replica_group import ReplicaSetting
@@ -138,7 +138,9 @@ class ParallelModule(ClosedModule, metaclass=ModelClass):
             if isinstance(value, nn.Module):
                 self._refuse(f"it cannot take the module {name!r}")
             if name not in self._buffers and has_attribute(plans.weights.skeleton, name):
-                self._refuse(f"setting {name!r}, which its graph may have as a constant, would change nothing")
+                if set_attribute(plans.weights.skeleton, name, value):
+                    plans.forget()
+                return
         super().__setattr__(name, value)
 
     def __getitem__(self, key: Any) -> Any:

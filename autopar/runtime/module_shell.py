@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
-from autopar.runtime.model_attributes import attribute_of
+from autopar.runtime.model_attributes import attribute_of, has_attribute, set_attribute
 from autopar.runtime.torch_wrappers import FSDP_MARK, refuse
 from autopar.tracing.trace import AlreadyParallel
 
@@ -64,14 +64,15 @@ class ModuleShell(ClosedModule):
 
     # The module of the skeleton that this shell stands for. Not in the tables of modules: it has no weights.
     _part: nn.Module | None = None
+    _changed: Callable[[], None]
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._kind = kind
 
-    def stand_for(self, part: nn.Module) -> None:
-        """Offer the attributes and methods of a module of the skeleton."""
-        self.__dict__["_part"] = part
+    def stand_for(self, part: nn.Module, changed: Callable[[], None]) -> None:
+        """Offer the attributes and methods of a module of the skeleton; `changed` runs when one was set."""
+        self.__dict__.update(_part=part, _changed=changed)
 
     @property
     def forward(self) -> Callable[..., NoReturn]:  # type: ignore[override]
@@ -113,10 +114,15 @@ class ModuleShell(ClosedModule):
         return type(self) if part is None else type(part)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_tensor = name in self.__dict__.get("_parameters", ()) or name in self.__dict__.get("_buffers", ())
-        if isinstance(value, nn.Module) or not (name.startswith("_") or name == "training" or is_tensor):
-            self._refuse(f"setting {name!r} of its {self._kind} would change nothing")
-        super().__setattr__(name, value)
+        is_own = any(name in self.__dict__.get(table, ()) for table in ("_parameters", "_buffers"))
+        if isinstance(value, nn.Module):
+            self._refuse(f"its {self._kind} cannot take the module {name!r}")
+        part = self._part
+        is_mark = name.startswith("_") and part is not None and not has_attribute(part, name)  # of somebody else
+        if part is None or is_own or is_mark or name in self.__dict__:
+            super().__setattr__(name, value)
+        elif set_attribute(part, name, value):
+            self._changed()
 
 
 class ModuleShellList(ModuleShell):

@@ -101,6 +101,12 @@ class LocalShard:
         """Return the sharding, and the stage if one has it, for a message."""
         return str(self.layout) if self.stage is None else f"{self.layout} on stage {self.stage}"
 
+    def has_pieces_of(self, other: LocalShard) -> bool:
+        """Return whether each rank has the same elements of the tensor as under another trace of it."""
+        # The other trace may see another number of atoms, as where no op uses the tensor.
+        same = self.layout == other.layout or (self.placements is not None and self.placements == other.placements)
+        return same and self.stage == other.stage
+
     @property
     def local_shape(self) -> tuple[int, ...]:
         return self.atoms.fold(tuple(length for _, length in self.pieces))

@@ -34,8 +34,17 @@ _training, _requires_grad, _dtype = map(attrgetter, ("training", "requires_grad"
 class Weights:
     """Parameters and buffers of a module on this rank, and a skeleton: the model without values, for tracing."""
 
-    def __init__(self, shell: nn.Module, model: nn.Module, device: torch.device, precision: Precision) -> None:
+    def __init__(
+        self,
+        shell: nn.Module,
+        model: nn.Module,
+        device: torch.device,
+        precision: Precision,
+        changed: Callable[[], None],
+    ) -> None:
+        """Take the weights of a model; `changed` runs when an attribute of one of its modules was set."""
         self.shell = shell
+        self.changed = changed
         self.owner = type(model).__name__
         self.device = device
         self.precision = precision
@@ -157,8 +166,10 @@ class Weights:
         self.has_values = True
         self.unset.clear()
 
-    def copied(self, shell: nn.Module, memo: dict[int, Any]) -> Weights:
+    def copied(self, shell: nn.Module, memo: dict[int, Any], changed: Callable[[], None]) -> Weights:
         made = copy.copy(self)
+        made.changed = changed
+        made.skeleton = hollow(self.skeleton, None)
         made.shell, made.given = shell, copy.deepcopy(self.given, memo)
         made.unset = set(self.unset)
 
@@ -267,7 +278,7 @@ class Weights:
         """Store the table and name of each tensor, and the module of the skeleton behind each shell."""
         for shell, part in zip(self.shells, self.skeleton.modules(), strict=True):
             if isinstance(shell, ModuleShell):
-                shell.stand_for(part)
+                shell.stand_for(part, self.changed)
         # Tensors are looked up at every call, so not by a walk through the modules.
         owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_parameters(self.shell)]
         self.tables = [(owner._parameters, leaf) for owner, leaf in owners]

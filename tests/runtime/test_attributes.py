@@ -26,7 +26,7 @@ class Named(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = x if getattr(layer, "is_flat", False) else layer(x)
         return (self.heads["first"](x) * self.scale).square().mean()
 
     def generate(self, x: Tensor) -> Tensor:
@@ -55,6 +55,23 @@ def error_of(call: Callable[[], Any]) -> str:
     return "no error"
 
 
+def set_on_both(p: Any, twin: Any, model: Any, x: Tensor) -> list[bool]:
+    """The graph follows what is set, by a method or by name, on the module or on a part of it; a copy does not."""
+    before = model(x)
+    found = []
+    for name, value in (("scale", 3.0), ("is_flat", True)):
+        for one in (p, model):
+            one.rescale(value) if name == "scale" else setattr(one.layers[1], name, value)
+        found.append(torch.allclose(p(x), model(x)) and not torch.allclose(p(x), before))
+        before = model(x)
+    latest = p._plans.latest
+    p.scale, p.layers[1].is_flat = 3.0, True  # as they are
+    p(x)
+    found.append(p._plans.latest is latest)
+    model.scale, model.layers[1].is_flat = 2.0, False
+    return [*found, torch.allclose(twin(x), model(x))]
+
+
 def ask() -> dict[str, Any]:
     torch.manual_seed(0)
     model, x = Named(), torch.randn(4, 8)
@@ -70,11 +87,7 @@ def ask() -> dict[str, Any]:
         ),
         "is wrapped in DistributedDataParallel": (lambda: autopar.parallelize(wrapped, "dp=2", (x,), layout="ddp"),),
         "is a constant of the graph": (lambda: p.table,),
-        "would change nothing": (
-            lambda: setattr(p, "scale", 3.0),
-            lambda: setattr(p.layers[0], "bias_scale", 1.0),
-            lambda: p.rescale(3.0),
-        ),
+        "cannot take the tensor": (lambda: setattr(p, "scale", x), lambda: setattr(p.layers[0], "extra", x)),
         "it cannot take": (
             lambda: p.add_module("new", nn.Linear(2, 2)),
             lambda: setattr(p, "layers", nn.ModuleList()),
@@ -110,6 +123,7 @@ def ask() -> dict[str, Any]:
         sequence[0].weight is sequence.get_parameter("0.weight"),
         torch.allclose(p(x), model(x)) and torch.allclose(twin(x), model(x)),
     ]
+    found["set"] = set_on_both(p, twin, model, x)
     return found
 
 

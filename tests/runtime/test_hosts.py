@@ -207,7 +207,7 @@ def wrong_uses() -> dict[str, str]:
         loader = Accelerator(cpu=True).prepare(DataLoader(rows(), BATCH, collate_fn=collate))  # type: ignore[arg-type]
         batch = next(iter(loader))
         found["rows of its own"] = error_of(lambda: model(**batch))
-    found["checkpointing"] = error_of(model.gradient_checkpointing_enable)
+    found["module"] = error_of(lambda: model.set_input_embeddings(torch.nn.Embedding(70, 48)))
     return found
 
 
@@ -218,7 +218,7 @@ def test_what_a_host_cannot_do_is_an_error_with_the_fix() -> None:
         assert "parallelize(..., precision='bf16')" in found["cast"]
         assert "local_inputs=True" in found["rows of its own"]
         assert "Accelerate" in found["rows of its own"]
-        assert "change the model, and parallelize it then" in found["checkpointing"]
+        assert "change the model, and parallelize it then" in found["module"]
 
 
 def generate(layout: str) -> dict[str, bool]:
@@ -301,3 +301,137 @@ def test_adapters_of_peft_train_and_are_saved(layout: str, tmp_path: Path) -> No
     for found, is_saved in launch(train_adapters, layout, str(tmp_path / "two"), ranks=2):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         assert is_saved
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: index for index, word in enumerate(("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))))}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **tokens)
+
+
+def fine_tune(layout: str | None, folder: str) -> list[float]:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    class Tuner(SFTTrainer):  # type: ignore[misc]
+        compute_loss = transformers.Trainer.compute_loss
+
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(6, SEQ, (STEPS * BATCH,), generator=draw).tolist()
+    texts = [" ".join(f"w{i}" for i in torch.randint(61, (length,), generator=draw)) for length in lengths]
+    with host_environment():
+        arguments = SFTConfig(
+            folder,
+            per_device_train_batch_size=BATCH,
+            max_steps=STEPS,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to=[],
+            learning_rate=1e-2,
+            disable_tqdm=True,
+        )
+        module = parallel(llama(), layout)
+        data = Dataset.from_dict({"text": texts})
+        made = Tuner(module, arguments, train_dataset=data, processing_class=tokenizer())
+        if layout is not None:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+            made.accelerator.state.device_mesh = mesh
+        made.train()
+        return logged(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "megatron"])
+def test_supervised_fine_tuning_of_trl_takes_the_steps_of_one_process(layout: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="needs trl and datasets, which are not in autopar[test]: pip install trl")
+    (expected,) = launch(fine_tune, None, str(tmp_path / "one"), ranks=1)
+    for found in launch(fine_tune, layout, str(tmp_path / "two"), ranks=2):
+        assert len(found) == STEPS
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def switch_adapters(layout: str) -> dict[str, bool]:
+    model, batch = adapted(), collate(rows()[:BATCH])
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    module = parallel(model, layout)
+    found = {}
+
+    def compare(name: str) -> None:
+        loss, expected = module(**batch).loss, model(**batch).loss
+        found[name] = torch.allclose(loss, expected, rtol=1e-6)
+        found[f"{name} alone"] = not torch.allclose(loss, torch.tensor(seen[-1])) if seen else True
+        seen.append(loss.item())
+
+    seen: list[float] = []
+    compare("with adapters")
+    with model.disable_adapter(), module.disable_adapter():
+        compare("without")
+    compare("with them again")
+    return found
+
+
+@pytest.mark.slow
+def test_adapters_are_switched_off_and_on() -> None:
+    pytest.importorskip("peft", reason="needs peft: pip install autopar[test]")
+    for found in launch(switch_adapters, "fsdp", ranks=2):
+        assert found == dict.fromkeys(found, True)
+
+
+def fit_with_lightning(layout: str | None, folder: str) -> list[float]:
+    import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    losses: list[float] = []
+
+    class Training(lightning.LightningModule):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            if not hasattr(self, "model"):  # Lightning calls it again
+                self.model = parallel(llama(), layout)
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            loss: Tensor = self.model(**batch).loss
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    ranks = dist.get_world_size()
+    options: dict[str, Any] = {"devices": 1}
+    if layout is not None:
+        strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=ranks)
+        options = {"strategy": strategy, "devices": ranks}
+    with host_environment():
+        made = lightning.Trainer(
+            accelerator="cpu",
+            max_steps=STEPS,
+            use_distributed_sampler=False,
+            gradient_clip_val=0.5,
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+        made.fit(Training(), DataLoader(rows(), BATCH, collate_fn=collate))  # type: ignore[arg-type]
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "megatron"])
+def test_lightning_takes_the_steps_of_one_process(layout: str, tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="needs lightning, which is not in autopar[test]: pip install lightning")
+    (expected,) = launch(fit_with_lightning, None, str(tmp_path / "one"), ranks=1)
+    for found in launch(fit_with_lightning, layout, str(tmp_path / "two"), ranks=2):
+        assert len(found) == STEPS
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
