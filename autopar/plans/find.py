@@ -41,7 +41,7 @@ from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.integer.choice import SEARCH, SolverChoice
 from autopar.solver.shapes import PricedShape, ShapeSearch
 from autopar.solver.solve import SolvedPlan, check_in_time, uncollected
-from autopar.solver.staged_plan import staged_plan, with_bound
+from autopar.solver.staged_plan import StagedPlan, with_bound
 
 __all__ = [
     "PlanRequest",
@@ -188,7 +188,7 @@ def _proposed(
     if search is None:
         return None
     best: Plan | None = None
-    staged: tuple[PricedShape, SolvedPlan] | None = None
+    staged: list[StagedPlan] = []
     beat = math.inf
     for priced in search.promising():
         left = max(1.0, began + request.time_limit - time.monotonic())
@@ -196,9 +196,10 @@ def _proposed(
             if priced.shape.stages > 1:
                 if priced.seconds > ESTIMATE_ERROR * beat:
                     continue
-                solved = staged_plan(search, priced)
-                if solved is not None and solved.costs.step_seconds < beat:
-                    staged, beat = (priced, solved), solved.costs.step_seconds
+                one = StagedPlan(search, priced)
+                if one.fits:
+                    staged.append(one)
+                    beat = min(beat, one.likely_seconds)
                 continue
             count = priced.shape.count
             layout = Layout((MicroBatches(count),)) if count > 1 else None
@@ -206,8 +207,13 @@ def _proposed(
         except (NoFeasiblePlan, LayoutError):
             continue
         if found.step_seconds < beat:
-            best, staged, beat = replace(found, within_layout=False), None, found.step_seconds
-    return best if staged is None else _plan_of(graph, with_bound(search, *staged), _mesh_of(staged[0]), cluster, limit)
+            best, beat = replace(found, within_layout=False), found.step_seconds
+    if staged:
+        min(staged, key=lambda one: one.likely_seconds).improved()
+        priced, solved = min(((one.priced, one.solved) for one in staged), key=lambda one: one[1].costs.step_seconds)
+        if best is None or solved.costs.step_seconds < best.step_seconds:
+            return _plan_of(graph, with_bound(search, priced, solved), _mesh_of(priced), cluster, limit)
+    return best
 
 
 def _mesh_of(priced: PricedShape) -> Mesh:

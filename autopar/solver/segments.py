@@ -38,6 +38,13 @@ __all__ = ["STAGES", "ModelCosts", "SegmentCosts", "least_sent_bytes", "model_co
 # Axis of the stages in meshes that the search proposes.
 STAGES = "pp"
 
+# Numbers of a segment: what grows with the rows, beside a part that does not; seconds beside which messages of
+# parameters are sent; bytes of activations; and what all micro-batches share.
+GROWING = "forward", "backward", "late", "transient_bytes"
+ROOMS = "forward_room", "backward_room", "late_room"
+ACTIVATIONS = "saved_bytes", "sent_bytes"
+ONCE = "gathers", "reductions", "last", "gradient_bytes"
+
 
 @dataclass(frozen=True)
 class SegmentCosts:
@@ -68,6 +75,8 @@ class ModelCosts:
     inputs_bytes: float
     # Costs in all modes, where these are in the first mode alone: of the same plan on other ranks that split the batch.
     like: ModelCosts | None = None
+    # Memory of ops, which the same plan has on other ranks that split the batch, and in other modes.
+    footprints: dict[Any, Footprint] = field(default_factory=dict)
     _columns: dict[str, Floats] = field(default_factory=dict)
 
     def column(self, name: str) -> Floats:
@@ -81,6 +90,19 @@ class ModelCosts:
                 found = np.maximum(0.0, known + (found - known[:1]))
             self._columns[name] = found
         return self._columns[name]
+
+    def on_more_rows(self, factor: float, fewer: ModelCosts, share: float, slack: float) -> ModelCosts:
+        """Return the least costs to expect on `factor` times the rows, but for what all micro-batches share.
+
+        What grows does so by a share of its growth from that on `fewer` rows. `slack` is a factor of all costs.
+        """
+        found = replace(self, _columns={name: np.zeros_like(self.column(name)) for name in ONCE})
+        found._columns.update((name, slack * factor * self.column(name)) for name in ACTIVATIONS)
+        found._columns.update((name, factor * self.column(name)) for name in ROOMS)
+        for name in GROWING:
+            own = self.column(name)
+            found._columns[name] = slack * (own + share * np.maximum(0.0, own - fewer.column(name)))
+        return found
 
     @cached_property
     def seconds(self) -> Floats:
@@ -149,12 +171,13 @@ def model_costs(
     micro: MicroBatches,
     modes: Sequence[Recompute] = STATES[:-1],
     like: ModelCosts | None = None,
+    begun: ModelCosts | None = None,
 ) -> ModelCosts:
     """Return the costs of all segments under a plan of the short graph, with its layers in each recompute mode.
 
     `micro` tells which ops run in each micro-batch, for a plan that has one alone. `like` has the costs of the plan on
-    as many rows, and other ranks that split the batch: the first mode alone is priced then. Equal layers are priced
-    once.
+    as many rows, and other ranks that split the batch: the first mode alone is priced then. `begun` has those of the
+    first modes. Equal layers are priced once.
     """
     every = segments_of(short.graph, micro)
     parts = {op: number for number, (_, ops) in enumerate(every) for op in ops}
@@ -162,9 +185,12 @@ def model_costs(
     stages = staged(short.graph, micro, plan.axes, parts, statement, len(every))
     assignment = replace(plan.assignment, pipelining=stages)
     same = _equal_segments(short, assignment, every)
-    by_mode: dict[Recompute, tuple[SegmentCosts, ...]] = {}
-    inputs, footprints = 0.0, dict[Any, Footprint]()
+    by_mode: dict[Recompute, tuple[SegmentCosts, ...]] = {} if begun is None else dict(begun.by_mode)
+    inputs, near = 0.0 if begun is None else begun.inputs_bytes, begun or like
+    footprints = {} if near is None else near.footprints
     for mode in modes if like is None else modes[:1]:
+        if mode in by_mode:
+            continue
         recompute = {} if mode == "none" else dict.fromkeys(layers_of(short.graph), mode)
         step = lower_step(short.graph, replace(plan, assignment=replace(assignment, recompute=recompute)))
         # Memory of one micro-batch alone: those in flight are added for each schedule.
@@ -185,7 +211,7 @@ def model_costs(
         own = [whole for whole, its in short.layers.items() if its == path] if path else [""]
         sequence += [number] * len(own)
         layers += own
-    return ModelCosts(plan, by_mode, tuple(sequence), tuple(layers), inputs, like)
+    return ModelCosts(plan, by_mode, tuple(sequence), tuple(layers), inputs, like, footprints)
 
 
 def _equal_segments(

@@ -47,7 +47,8 @@ FEWEST_STAGES = 4
 MOST_ROWS = 8
 # Shapes within this factor of the best one are followed by a search of their own, and at most so many.
 NEARLY, MOST_FOLLOWED = 1.03, 2
-# Share of the ideal speed-up that more model ranks reach at best, as measured by the shapes that were priced.
+# Costs of shapes that were not priced are at least this share of what others leave to them: times on more model ranks,
+# times and bytes on more rows.
 SLACK = 0.97
 
 
@@ -239,6 +240,10 @@ class ShapeSearch:
             # The costs on other ranks that split the batch tell about what these would be.
             if known is not None and self._best_design(shape, known) is None:
                 continue
+            fewer = self._from_fewer_rows(shape, number)
+            if fewer is not None and self._best_design(shape, fewer) is None:
+                continue
+            alone = None
             if known is None:
                 alone = self._costs(shape, plan, self._modes[:1])
                 if all(self._least(alone, shape, choice) >= self.best for choice in _schedules(shape)):
@@ -247,12 +252,26 @@ class ShapeSearch:
                 if best is not None:
                     self.found.append(PricedShape(shape, alone, best))
                     return
-            costs = self.known[key] = self._costs(shape, plan, self._modes, known)
+            costs = self.known[key] = self._costs(shape, plan, self._modes, known, alone)
             best = self._best_design(shape, costs)
             if best is not None:
                 self.found.append(PricedShape(shape, costs, best))
                 if not any(best.modes):
                     return  # plans of less memory are slower
+
+    def _from_fewer_rows(self, shape: Shape, number: int) -> ModelCosts | None:
+        """Return the least costs that those of a plan on fewer rows leave to a shape; None where none are known.
+
+        Saved bytes grow with the rows. Each row more takes as long as the last ones that were priced.
+        """
+        keys = ((shape.model, rows, True, number) for rows in _divisors(shape.rows)[:-1])
+        before = [(key[1], self.known[key]) for key in keys if key in self.known]
+        if not before:
+            return None
+        rows, costs = before[-1]
+        fewer, others = before[-2] if len(before) > 1 else before[-1]
+        share = (shape.rows - rows) / (rows - fewer) if rows > fewer else 0.0
+        return costs.on_more_rows(shape.rows / rows, others, share, SLACK)
 
     def _best_design(self, shape: Shape, costs: ModelCosts) -> StageDesign | None:
         sends, best = self.sends(costs, shape), None
@@ -283,13 +302,20 @@ class ShapeSearch:
         return np.array([by_size[size] for size in sent.tolist()])
 
     def _costs(
-        self, shape: Shape, plan: StepPlan, modes: Sequence[Recompute], known: ModelCosts | None = None
+        self,
+        shape: Shape,
+        plan: StepPlan,
+        modes: Sequence[Recompute],
+        known: ModelCosts | None = None,
+        begun: ModelCosts | None = None,
     ) -> ModelCosts:
-        """Return the costs of the segments under a plan of the short graph, given those on other ranks or none."""
+        """Return the costs of the segments under a plan of the short graph, given those on other ranks or none, and
+        those of the first modes or none.
+        """
         micro = MicroBatches(shape.count, BATCH) if shape.count > 1 else None
         like = known and (known.like or known)
         plan = on_axes(plan, shape.axes, micro)
-        found = model_costs(self.short, plan, self.cluster, self._some_micro, modes, like)
+        found = model_costs(self.short, plan, self.cluster, self._some_micro, modes, like, begun)
         key, seconds = (shape.model, shape.rows), float(found.seconds[0].sum())
         self.layer_seconds[key] = min(self.layer_seconds.get(key, math.inf), seconds)
         return found

@@ -94,7 +94,7 @@ def design_stages(
             return best
         modes, peaks = found
         work = np.take_along_axis(costs.seconds, modes[None], axis=0)[0]
-        if count * float(work.sum()) / stages >= beat_seconds:
+        if _least_seconds(costs, modes, starts, stages, count, schedule, cluster) >= beat_seconds:
             return best
         seconds = _seconds(costs, cluster, starts, stages, modes, every, count, send_seconds, choice)
         if best is not None and seconds >= best.seconds:
@@ -182,6 +182,32 @@ def _seconds(
         each = max(each, (max(reduced) - max(before)) / stages)
     optimizer = max(sum(part.optimizer for part in mine) for mine in own)
     return max(reduced) + (count - shown) * each + optimizer
+
+
+def _least_seconds(
+    costs: ModelCosts,
+    modes: Ints,
+    starts: Sequence[int],
+    stages: int,
+    count: int,
+    schedule: Schedule,
+    cluster: Cluster,
+) -> float:
+    """Return the least time of a step: that of the work of each stage, and of waiting for the parts before its first.
+
+    While a stage waits for their backwards it may run gradients of weights that it put off. Stages that share cores do
+    not lose the time in which they wait.
+    """
+    forward, backward = (
+        np.add.reduceat(np.take_along_axis(costs.column(name), modes[None], axis=0)[0], [0, *starts])
+        for name in ("forward", "backward")
+    )
+    own = [float((forward + backward)[stage::stages].sum()) for stage in range(stages)]
+    if cluster.device.core_fraction < 1.0:
+        return count * sum(own) / stages
+    waited = forward if schedule == "zero_bubble" else forward + backward
+    before = [0.0, *np.cumsum(waited).tolist()]
+    return float(max(count * seconds + before[stage] for stage, seconds in enumerate(own)))
 
 
 def _part_times(costs: ModelCosts, modes: Ints, starts: Sequence[int]) -> list[PartTimes]:

@@ -32,43 +32,78 @@ from autopar.solver.solve import SolvedPlan, check_in_time
 from autopar.solver.stage_design import StageDesign, design_stages
 from autopar.solver.stages import least_shares
 
-__all__ = ["staged_plan", "with_bound"]
+__all__ = ["StagedPlan", "with_bound"]
 
 # Designs that are priced: the first one tells how far the memory of each stage is off.
 MOST_DESIGNS = 3
+# Limits that differ by this share of the memory give the same design.
+NEAR = 0.002
 # Relative precision of the multipliers of the bound.
 PRECISION = 1e-2
 
 
-def staged_plan(search: ShapeSearch, priced: PricedShape) -> SolvedPlan | None:
-    """Return the plan of a shape with stages, priced and without a bound; None if its stages do not fit."""
-    began = time.monotonic()
-    shape, design = priced.shape, priced.design
-    micro = MicroBatches(shape.count)
-    setting = _setting(search, priced)
-    incumbent = Incumbent(setting, search.limit, began, None, BoundLayout(setting.graph, Layout(()), setting.axes))
-    limits = [search.limit] * shape.stages
-    # All designs have one schedule, and the layers that the short graph lacks run the same ops.
-    check_in_time(search.short.graph, micro, design.schedule[0])
-    for _ in range(MOST_DESIGNS):
-        plan = _whole_plan(search, priced, design, micro)
-        if plan is None:
-            break
-        costs = incumbent.offer("search", plan)
+class StagedPlan:
+    """Plan of a shape with stages, priced and without a bound; its stages are designed again by these prices."""
+
+    def __init__(self, search: ShapeSearch, priced: PricedShape) -> None:
+        self.search, self.priced = search, priced
+        self.micro = MicroBatches(priced.shape.count)
+        self.began = time.monotonic()
+        setting = _setting(search, priced)
+        bound_layout = BoundLayout(setting.graph, Layout(()), setting.axes)
+        self.incumbent = Incumbent(setting, search.limit, self.began, None, bound_layout)
+        # The next design, with its limits; None if there is none.
+        self.design: StageDesign | None = priced.design
+        self.limits = [search.limit] * priced.shape.stages
+        self.designs = 0
+        # Seconds that the next design is likely to take.
+        self.likely_seconds = math.inf
+        # All designs have one schedule, and the layers that the short graph lacks run the same ops.
+        check_in_time(search.short.graph, self.micro, priced.design.schedule[0])
+        while not self.fits and self._next():
+            pass
+
+    @property
+    def fits(self) -> bool:
+        return self.incumbent.plan is not None
+
+    @property
+    def solved(self) -> SolvedPlan:
+        """Return the best plan so far."""
+        plan, costs = self.incumbent.plan, self.incumbent.costs
+        assert plan is not None, "asked for where stages fit"
+        assert costs is not None, "a plan has costs"
+        return SolvedPlan(plan, costs, 0.0, time.monotonic() - self.began, "search", 0, 0)
+
+    def improved(self) -> StagedPlan:
+        """Price the designs that are left."""
+        while self._next():
+            pass
+        return self
+
+    def _next(self) -> bool:
+        """Price a design and make the next one; return False if there is none."""
+        design, search = self.design, self.search
+        plan = None
+        if design is not None and self.designs < MOST_DESIGNS:
+            plan = _whole_plan(search, self.priced, design, self.micro)
+        if design is None or plan is None:
+            return False
+        costs = self.incumbent.offer("search", plan)
+        self.designs += 1
         # The estimate is off by as much under another design of these stages.
         missed = [stage.memory.peak_bytes - peak for stage, peak in zip(costs.stages, design.stage_peaks, strict=True)]
         tight = [search.limit - more for more in missed]
-        if max(abs(one - other) for one, other in zip(tight, limits, strict=True)) < search.limit * 0.002:
-            break
-        limits = tight
-        sends = search.sends(priced.costs, shape)
-        again = design_stages(priced.costs, search.cluster, shape.stages, shape.count, design.schedule, limits, sends)
-        if again is None or again == design:
-            break
-        design = again
-    if incumbent.plan is None or incumbent.costs is None:
-        return None
-    return SolvedPlan(incumbent.plan, incumbent.costs, 0.0, time.monotonic() - began, "search", 0, 0)
+        is_near = max(abs(one - other) for one, other in zip(tight, self.limits, strict=True)) < search.limit * NEAR
+        self.limits, self.design, self.likely_seconds = tight, None, self.incumbent.seconds
+        if not is_near:
+            shape, sends = self.priced.shape, search.sends(self.priced.costs, self.priced.shape)
+            stages, count = shape.stages, shape.count
+            again = design_stages(self.priced.costs, search.cluster, stages, count, design.schedule, tight, sends)
+            if again is not None and again != design:
+                self.design = again
+                self.likely_seconds = min(self.likely_seconds, costs.step_seconds * again.seconds / design.seconds)
+        return True
 
 
 def with_bound(search: ShapeSearch, priced: PricedShape, solved: SolvedPlan) -> SolvedPlan:

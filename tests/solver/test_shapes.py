@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import numpy as np
 import pytest
 
 import autopar
@@ -18,9 +19,12 @@ from autopar.sharding.layout.syntax import MicroBatches
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver import short_plans
+from autopar.solver.model.recompute_variables import STATES
 from autopar.solver.search.joined_axes import kind_of
-from autopar.solver.shapes import Shape, ShapeSearch
-from autopar.solver.staged_plan import staged_plan, with_bound
+from autopar.solver.segments import ACTIVATIONS, GROWING, ONCE, ROOMS
+from autopar.solver.shapes import SLACK, Shape, ShapeSearch
+from autopar.solver.stage_design import SCHEDULES, _least_seconds, design_stages
+from autopar.solver.staged_plan import StagedPlan, with_bound
 from examples.gpt import gpt
 
 H100 = load_cluster("h100")
@@ -47,7 +51,7 @@ def test_the_costs_of_segments_add_up(shape: Shape) -> None:
     search = search_of(traced(), shape.stages * shape.data * shape.model, 100 * 2**30)
     search.price(shape)
     priced = min(search.found, key=lambda one: one.seconds)
-    solved = staged_plan(search, priced)
+    solved = StagedPlan(search, priced).improved().solved
     assert solved is not None
     assert solved.costs == evaluate(search.graph, solved.plan, H100)
     assert priced.design.seconds == pytest.approx(solved.costs.step_seconds, rel=0.05)
@@ -111,3 +115,32 @@ def test_ranks_that_split_the_batch_may_split_tables() -> None:
     every = {node.name: roles.sites[kind_of(node)]["dp"] for node in slice_in_time(short.graph, micro).nodes}
     assert {len(sites) for name, sites in every.items() if name.startswith("blocks.") and "linear" in name} == {1}
     assert len(every["tokens/embedding"]) > 1
+
+
+def test_costs_on_fewer_rows_are_no_more_than_those_on_more_rows() -> None:
+    """What costs on one and two rows leave to four is at most what four rows cost, and not much less."""
+    search = search_of(traced(layers=4), 4, 20 * 2**30)
+    shapes = [Shape(2, 2, 1, 16 // rows, rows) for rows in (1, 2, 4)]
+    plan = search._plans(shapes[0])[0]
+    one, two, four = (search._costs(shape, plan, STATES[:-1]) for shape in shapes)
+    found = two.on_more_rows(2.0, one, 2.0, SLACK)
+    for name in (*GROWING, *ACTIVATIONS, *ONCE):
+        assert (found.column(name).sum(axis=1) <= four.column(name).sum(axis=1) * (1 + 1e-9)).all(), name
+    for name in ROOMS:
+        assert (found.column(name) >= four.column(name) * (1 - 1e-9)).all(), name
+    assert found.seconds.sum() == pytest.approx(four.seconds.sum(), rel=0.05)
+    assert found.column("saved_bytes").sum() == pytest.approx(four.column("saved_bytes").sum(), rel=0.05)
+
+
+def test_no_design_takes_less_than_its_least_time() -> None:
+    """What rules designs out before tasks are simulated is a lower bound, and a close one."""
+    search, shape = search_of(traced(), 4), Shape(4, 1, 1, 16, 2)
+    costs = search._costs(shape, search._plans(shape)[0], STATES[:-1])
+    sends = search.sends(costs, shape)
+    for choice in SCHEDULES[:6]:
+        found = design_stages(costs, H100, 4, 16, choice, [math.inf] * 4, sends)
+        if found is None:
+            continue  # too few layers
+        modes = np.array(found.modes)
+        least = _least_seconds(costs, modes, found.starts, 4, 16, choice[0], H100)
+        assert 0.8 * found.seconds < least <= found.seconds, choice

@@ -45,20 +45,19 @@ class LocalFootprints:
 
     def __init__(self, step: LoweredStep) -> None:
         self.graph, self.plan, self.reshard_plan = step.graph, step.plan, step.reshard_plan
-        self.by_name: dict[str, Footprint] = {}
-        self.by_key = step.footprints
+        # By op, and by what equal ops share.
+        self.known = step.footprints
 
     def of(self, node: NamedNode) -> Footprint:
-        found = self.by_name.get(node.name)
+        found = self.known.get(node.name)
         if found is None:
             op_assignment = self.plan.assignment.ops[node.name]
             key = id(self.graph.footprints[node.node]), op_assignment.choice, op_assignment.operands
-            found = self.by_key.get(key)
+            found = self.known.get(key)
             if found is None:
                 lowered_op = self.reshard_plan.ops[node.name].split
                 found = local_footprint(self.graph, node, op_assignment, lowered_op, self.plan.axes)
-            self.by_key[key] = found
-            self.by_name[node.name] = found
+            self.known[key] = self.known[node.name] = found
         return found
 
 
