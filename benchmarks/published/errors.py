@@ -27,7 +27,8 @@ ALTERNATIVES = 2.0
 def kind_of(run: Run) -> RunKind:
     cluster = load_cluster(run.cluster)
     network = Network(cluster, SubMesh({"pp": run.pp, "dp": run.dp, "tp": run.tp}))
-    return kind_of_run(cluster, network, run.pp > 1, 8 * run.decoder.dtype.itemsize)
+    bits = 8 if run.software.linears else 8 * run.decoder.dtype.itemsize
+    return kind_of_run(cluster, network, run.pp > 1, bits)
 
 
 @dataclass(frozen=True)

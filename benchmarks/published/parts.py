@@ -320,12 +320,12 @@ def _exports(decoder: Decoder) -> _Exports:
 
 
 def _precision(run: Run) -> Precision:
-    """Return float32 masters and states, with gradients in the dtype in which the run's software adds them up."""
+    """Return float32 masters and states, with the dtypes in which the run's software multiplies and adds up."""
     compute, reduce = (
         {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
         for dtype in (run.decoder.dtype, run.software.gradient_dtype)
     )
-    return replace(PRESETS[compute], reduce=reduce)
+    return replace(PRESETS[compute], reduce=reduce, linears=run.software.linears)
 
 
 def _plan(graph: NamedGraph, run: Run) -> StepPlan:

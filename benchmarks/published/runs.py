@@ -39,6 +39,8 @@ class Software:
     compiled: bool = False
     # Dtype in which the gradients of the micro-batches add up.
     gradient_dtype: torch.dtype = torch.float32
+    # Linears multiply in float8, with a scale for each tensor: `fp8`.
+    linears: str = ""
     # Dtype in which gradients are sent.
     reduce_dtype: torch.dtype = torch.float32
     # The speed of its fused attention, of FlashAttention-2's.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autopar.cost.hardware.cluster import load_device
+from benchmarks.published.errors import kind_of
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model, padded_vocab
 from benchmarks.published.price import price
 from benchmarks.published.readers.rows import TableError, read_rows
@@ -27,6 +28,11 @@ PLAYBOOK = (
 TABLE_4 = (
     "model,heads,hidden,layers,tp,seq_len,micro_batch,sequence_parallel,recompute,total_ms_per_layer\n"
     "22B,64,6144,48,8,2048,4,yes,selective,20.3\n"
+)
+FOUNDRY = (
+    "model,seq_len,gpus,gpu,micro_bs,grad_accum,global_bs,throughput_tokens_s,precision,mp_mode,sharding,act_ckpt\n"
+    "30b,2048,8,h100_80gb,8,1,64,400000,amp_bf16,DEFAULT,FULL_SHARD,False\n"
+    "30b,2048,8,h100_80gb,8,1,64,500000,amp_fp8,DEFAULT,FULL_SHARD,False\n"
 )
 TINY = Decoder("gpt", 4, 64, 4, 256, 512, 32)
 RUN = Run(
@@ -71,6 +77,15 @@ def test_rows_of_one_block(tmp_path: Path) -> None:
     assert run.one_block
     assert run.recompute == "selective"
     assert run.measured.step_seconds == pytest.approx(0.0203)
+
+
+def test_rows_in_float8(tmp_path: Path) -> None:
+    plain, scaled = runs_of(tmp_path / "e2e_llmfoundry_x.csv", FOUNDRY)
+    assert (plain.software.linears, scaled.software.linears) == ("", "fp8")
+    assert (kind_of(plain).bits, kind_of(scaled).bits) == ("16", "8")
+    assert plain.group != scaled.group
+    assert "fp8" in scaled.tags
+    assert price(scaled).step_seconds < price(plain).step_seconds
 
 
 def test_a_value_that_is_none_of_those_known(tmp_path: Path) -> None:

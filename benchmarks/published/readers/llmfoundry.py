@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -33,21 +33,32 @@ ATTENTION_FRACTION = 0.5
 # Composer's mixed precision: DEFAULT reduces gradients in float32, PURE in the type of the computation.
 REDUCED = {"DEFAULT": torch.float32, "PURE": torch.bfloat16}
 
+# TransformerEngine's linears in float8, whose scales are those of earlier steps.
+LINEARS = {"amp_bf16": "", "bf16": "", "amp_fp8": "fp8"}
+KNOWN: Mapping[str, Collection[str]] = {
+    "model": MODELS,
+    "gpu": CLUSTERS,
+    "sharding": REGATHERS,
+    "mp_mode": REDUCED,
+    "precision": LINEARS,
+}
+
 
 def llmfoundry_runs(rows: Sequence[Row]) -> list[Run]:
-    """Runs in float8 are left out: they need a library of their own (TransformerEngine) for every linear layer."""
-    return [_run(row) for row in rows if row.text("precision") != "amp_fp8"]
+    return [_run(row) for row in rows]
 
 
 def _run(row: Row) -> Run:
-    for column, known in (("model", MODELS), ("gpu", CLUSTERS), ("sharding", REGATHERS), ("mp_mode", REDUCED)):
+    for column, known in KNOWN.items():
         if row.text(column) not in known:
             raise row.fail(column, f"one of {', '.join(known)}")
     layers, width, heads = MODELS[row.text("model")]
+    linears = LINEARS[row.text("precision")]
+    reduced = REDUCED[row.text("mp_mode")]
     seq, devices, batch = row.whole("seq_len"), row.whole("gpus"), row.whole("global_bs")
     return Run(
         label=row.place,
-        group=f"{row.text('model')} on {devices} {row.text('gpu')}",
+        group=f"{row.text('model')} on {devices} {row.text('gpu')}{f' in {linears}' if linears else ''}",
         decoder=Decoder("gpt", layers, width, heads, 4 * width, VOCAB, seq),
         cluster=CLUSTERS[row.text("gpu")],
         nodes=-(-devices // 8),
@@ -58,10 +69,10 @@ def _run(row: Row) -> Run:
         micro_batch=row.whole("micro_bs"),
         micro_batches=row.whole("grad_accum"),
         measured=Measured(batch * seq / row.number("throughput_tokens_s")),
-        software=Software(reduce_dtype=REDUCED[row.text("mp_mode")], attention_fraction=ATTENTION_FRACTION),
+        software=Software(linears=linears, reduce_dtype=reduced, attention_fraction=ATTENTION_FRACTION),
         sharding="fsdp",
         regathers=REGATHERS[row.text("sharding")],
         recompute="full" if row.text("act_ckpt") == "True" else "none",
-        tags=frozenset({row.text("gpu")}),
+        tags=frozenset({row.text("gpu"), *filter(None, (linears,))}),
         weighted=False,
     )
