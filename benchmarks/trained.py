@@ -2,13 +2,16 @@
 
     python -m benchmarks.trained                 # all runs: minutes of processor time each
     python -m benchmarks.trained 405b-8192
+    python -m benchmarks.trained mixtral-8x22b-128 deepseek-v3-2048
 
 Nothing is settled: the mesh is open, and the search proposes stages, micro-batches, schedule, cuts, recomputation and
 the layout of every op. The precision is `bf16`: the optimizer updates float32 masters, and gradients add up in
-float32. The model is the Llama of transformers, which keeps more activations than the fused one of the published run.
-FLOPs of the model are 6 for each parameter and token outside the input table, and those of causal attention. The
-published numbers of Llama-3-405B are from table 4 of "The Llama 3 Herd of Models" (arXiv 2407.21783). The seconds are
-the processor's; `export` is a bare export of the same model.
+float32. Models are those of transformers, which keep more activations than the fused ones of the published runs. FLOPs
+of a model are 6 for each parameter and token outside the input table, and those of causal attention; of experts those
+that a token goes to count. The published numbers of Llama-3-405B are from table 4 of "The Llama 3 Herd of Models"
+(arXiv 2407.21783), that of Mixtral-8x22B from "MoE Parallel Folding" (arXiv 2504.14960): 49.3 % of 989 TFLOP/s.
+DeepSeek-V3 was trained in float8, which is not compared. The seconds are the processor's; `export` is a bare export of
+the same model.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import argparse
 import time
 import warnings
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
+import transformers
+from torch import nn
 
 import autopar
 from autopar.errors import AutoparWarning
@@ -46,21 +50,60 @@ class Run:
     devices: int
     # TFLOP/s of a device; None where none is published.
     published: float | None = None
+    family: str = "Llama"
+    seq: int = SEQ
+
+    def model(self) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        """Return the model and its inputs, without data."""
+        if self.family == "Llama":
+            return llama3_8b(self.layers, self.batch, self.seq, loss=True, **self.shape)
+        config = getattr(transformers, f"{self.family}Config")
+        with torch.device("meta"):
+            made = config(num_hidden_layers=self.layers, use_cache=False, **self.shape)
+            model = getattr(transformers, f"{self.family}ForCausalLM")(made)
+            ids = torch.zeros(self.batch, self.seq, dtype=torch.int64)
+        return model, {"input_ids": ids, "labels": ids}
+
+    def flops(self, model: nn.Module) -> float:
+        """Return the FLOPs of a step."""
+        config: Any = model.config
+        counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        counts.pop("model.embed_tokens.weight")
+        every = int(getattr(config, "num_local_experts", 0) or getattr(config, "n_routed_experts", 1))
+        share: float = getattr(config, "num_experts_per_tok", 1) / every
+        active: float = sum(count * (share if ".experts." in name else 1) for name, count in counts.items())
+        heads, usual = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        widths = getattr(config, "qk_head_dim", usual), getattr(config, "v_head_dim", usual)
+        attention: float = 3 * self.layers * self.seq * heads * sum(widths)
+        return self.batch * self.seq * (6 * active + attention)
 
 
+MIXTRAL = {
+    "vocab_size": 32768,
+    "hidden_size": 6144,
+    "intermediate_size": 16384,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 65536,
+}
 RUNS = {
     "8b-8": Run(32, B8, 64, 8),
     "70b-64": Run(80, B70, 512, 64),
     "405b-1024": Run(126, B405, 2048, 1024),
     "405b-8192": Run(126, B405, 2048, 8192, 430.0),
     "405b-16384": Run(126, B405, 2048, 16384, 400.0),
+    "mixtral-8x22b-128": Run(56, MIXTRAL, 256, 128, 487.6, "Mixtral", 4096),
+    # The sizes of DeepSeek-V3 are the defaults of its config.
+    "deepseek-v3-2048": Run(61, {}, 15360, 2048, None, "DeepseekV3", 4096),
 }
 
 
 def export_seconds(run: Run) -> float:
     """Return the time of a bare export."""
     torch.set_default_dtype(torch.bfloat16)
-    model, inputs = llama3_8b(run.layers, run.batch, SEQ, loss=True, **run.shape)
+    model, inputs = run.model()
     torch.set_default_dtype(torch.float32)
     began = time.process_time()
     with warnings.catch_warnings():
@@ -71,17 +114,14 @@ def export_seconds(run: Run) -> float:
 
 def measure(name: str, run: Run, cluster: str, limit: float) -> None:
     export = export_seconds(run)
-    model, inputs = llama3_8b(run.layers, run.batch, SEQ, loss=True, **run.shape)
+    model, inputs = run.model()
     options = TrainingOptions("loss", precision=PRESETS["bf16"])
     graph = autopar.trace(model, inputs, precision=options.precision)
     traced = time.process_time()
     request = PlanRequest(cluster, options=options, time_limit=limit, cache=False, any_mesh=True)
     plan = plan_graph(graph, meshes_of("?", run.devices), None, request)
     found = time.process_time()
-    embedding: Any = model.get_input_embeddings()
-    weights = sum(prod(tensor.shape) for tensor in graph.parameters) - prod(embedding.weight.shape)
-    flops = run.batch * SEQ * (6 * weights + 6 * run.layers * SEQ * run.shape["hidden_size"])
-    speed = flops / plan.step_seconds / run.devices / 1e12
+    speed = run.flops(model) / plan.step_seconds / run.devices / 1e12
     said = "" if run.published is None else f", published {run.published:.0f}: {speed / run.published:.2f} of it"
     print(f"{name}: {speed:.0f} TFLOP/s predicted{said}")
     gap = 100 * (1.0 if plan.gap is None else plan.gap)
