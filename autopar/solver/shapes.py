@@ -28,6 +28,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.syntax import MicroBatches, Recompute
 from autopar.sharding.options import TrainingOptions
+from autopar.sharding.reshard.reshard import NoSteps
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver import Floats
 from autopar.solver.infeasible import NoFeasiblePlan
@@ -235,29 +236,37 @@ class ShapeSearch:
         except (LayoutError, NoFeasiblePlan):
             return  # the model has no such split
         for number, plan in enumerate(plans):
-            key = shape.model, shape.rows, shape.count > 1, number
-            known = self.known.get(key)
-            # The costs on other ranks that split the batch tell about what these would be.
-            if known is not None and self._best_design(shape, known) is None:
-                continue
-            fewer = self._from_fewer_rows(shape, number)
-            if fewer is not None and self._best_design(shape, fewer) is None:
-                continue
-            alone = None
-            if known is None:
-                alone = self._costs(shape, plan, self._modes[:1])
-                if all(self._least(alone, shape, choice) >= self.best for choice in _schedules(shape)):
-                    return  # recomputation takes longer, and so do plans of less memory
-                best = self._best_design(shape, alone) if shape.stages == 1 else None
-                if best is not None:
-                    self.found.append(PricedShape(shape, alone, best))
+            try:
+                if self._price_plan(shape, number, plan):
                     return
-            costs = self.known[key] = self._costs(shape, plan, self._modes, known, alone)
-            best = self._best_design(shape, costs)
+            except NoSteps:
+                continue  # it splits groups of rows over the batch's ranks, of which this shape has more than groups
+
+    def _price_plan(self, shape: Shape, number: int, plan: StepPlan) -> bool:
+        """Find the best stages of a shape under a plan; return True if plans of less memory are slower."""
+        key = shape.model, shape.rows, shape.count > 1, number
+        known = self.known.get(key)
+        # The costs on other ranks that split the batch tell about what these would be.
+        if known is not None and self._best_design(shape, known) is None:
+            return False
+        fewer = self._from_fewer_rows(shape, number)
+        if fewer is not None and self._best_design(shape, fewer) is None:
+            return False
+        alone = None
+        if known is None:
+            alone = self._costs(shape, plan, self._modes[:1])
+            if all(self._least(alone, shape, choice) >= self.best for choice in _schedules(shape)):
+                return True  # recomputation takes longer
+            best = self._best_design(shape, alone) if shape.stages == 1 else None
             if best is not None:
-                self.found.append(PricedShape(shape, costs, best))
-                if not any(best.modes):
-                    return  # plans of less memory are slower
+                self.found.append(PricedShape(shape, alone, best))
+                return True
+        costs = self.known[key] = self._costs(shape, plan, self._modes, known, alone)
+        best = self._best_design(shape, costs)
+        if best is None:
+            return False
+        self.found.append(PricedShape(shape, costs, best))
+        return not any(best.modes)
 
     def _from_fewer_rows(self, shape: Shape, number: int) -> ModelCosts | None:
         """Return the least costs that those of a plan on fewer rows leave to a shape; None where none are known.

@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 import autopar
 from autopar.cost.evaluate import evaluate
@@ -15,9 +16,10 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.open_mesh import meshes_of
+from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.syntax import MicroBatches
 from autopar.sharding.options import TrainingOptions
-from autopar.sharding.time_slice import slice_in_time
+from autopar.sharding.time_slice import propagate_plan, slice_in_time
 from autopar.solver import short_plans
 from autopar.solver.model.recompute_variables import STATES
 from autopar.solver.search.joined_axes import kind_of
@@ -26,6 +28,7 @@ from autopar.solver.shapes import SLACK, Shape, ShapeSearch
 from autopar.solver.stage_design import SCHEDULES, _least_seconds, design_stages
 from autopar.solver.staged_plan import StagedPlan, with_bound
 from examples.gpt import gpt
+from examples.hf import hf
 
 H100 = load_cluster("h100")
 
@@ -144,3 +147,20 @@ def test_no_design_takes_less_than_its_least_time() -> None:
         modes = np.array(found.modes)
         least = _least_seconds(costs, modes, found.starts, 4, 16, choice[0], H100)
         assert 0.8 * found.seconds < least <= found.seconds, choice
+
+
+def test_more_ranks_than_experts() -> None:
+    """A plan whose experts lie on the batch's ranks holds for as many of these as there are experts."""
+    pytest.importorskip("transformers")
+    config = {"num_hidden_layers": 4, "num_local_experts": 8, "intermediate_size": 512, "hidden_size": 256}
+    with torch.device("meta"):
+        model, given = hf("mixtral", batch=64, seq=64, train=True, dropout=0.0, **config)
+    graph = autopar.trace(model, given)
+    for data in (8, 16):
+        search = search_of(graph, 2 * data, 10 * 2**30)
+        micro, axes = MicroBatches(2), {"dp": 8, "tp": 1}
+        layout = parse_layout("batch -> dp; @*experts* { expert -> dp }; * -> none")
+        plan = propagate_plan(slice_in_time(search.short.graph, micro), layout, axes)
+        search.pieces[1] = (plan,)
+        search.price(Shape(2, data, 1, 4, 64 // data // 4))
+        assert bool(search.found) == (data == 8)
