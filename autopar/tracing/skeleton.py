@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from functools import partial
+from operator import is_
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -55,12 +59,59 @@ def hollow(model: nn.Module, device: torch.device | None, dtype: torch.dtype | N
     known: dict[int, Any] = {id(parameter): without_data(parameter) for parameter in model.parameters()}
     known.update((id(buffer), placed(buffer)) for buffer in model.buffers())
     try:
-        return copy.deepcopy(model, known)
+        copied = copy.deepcopy(model, known)
+        for module in copied.modules():
+            vars(module).update(_own(vars(module), known))
+        return copied
     except (TypeError, RuntimeError) as error:
         raise AutoparError(
             f"{type(model).__name__} cannot be copied, but autopar traces a copy without its weights: {error}\n"
             "fix: keep no locks, files, process groups, or tensors with a history as attributes of the model"
         ) from error
+
+
+def _own(value: Any, known: dict[int, Any]) -> Any:
+    """Return a value in which functions hold the copies of modules and tensors; `deepcopy` copies no functions."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, FunctionType):
+        known[id(value)] = value  # it may hold itself
+        known[id(value)] = _own_function(value, known)
+    elif isinstance(value, partial):
+        before = value.func, value.args, value.keywords
+        own = [_own(part, known) for part in before]
+        return value if all(map(is_, own, before)) else partial(own[0], *own[1], **own[2])
+    elif type(value) in (dict, OrderedDict):
+        known[id(value)] = value
+        made = {key: _own(one, known) for key, one in value.items()}
+        known[id(value)] = value if all(made[key] is one for key, one in value.items()) else type(value)(made)
+    elif type(value) in (list, tuple):
+        known[id(value)] = value
+        items = [_own(one, known) for one in value]
+        known[id(value)] = value if all(map(is_, items, value)) else type(value)(items)
+    return known.get(id(value), value)
+
+
+def _own_function(function: FunctionType, known: dict[int, Any]) -> FunctionType:
+    """Return a function that holds the copies of what it holds; itself if it holds nothing of the model."""
+    cells = function.__closure__ or ()
+    held = [cell.cell_contents if _is_filled(cell) else None for cell in cells]
+    own = [_own(one, known) for one in held]
+    defaults, named = (_own(part, known) for part in (function.__defaults__, function.__kwdefaults__))
+    if defaults is function.__defaults__ and named is function.__kwdefaults__ and all(map(is_, own, held)):
+        return function
+    own_cells = tuple(cell if one is None else CellType(one) for cell, one in zip(cells, own, strict=True))
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, own_cells or None)
+    made.__kwdefaults__ = named
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def match_dtypes(skeleton: nn.Module, dtypes: Iterable[torch.dtype]) -> None:

@@ -14,7 +14,7 @@ import torch.utils.checkpoint as checkpoint
 from torch import nn
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode, PythonKeyTracer
 from torch.fx.proxy import TracerBase
 
 from autopar.errors import TraceError
@@ -55,6 +55,7 @@ def intercept_torch(ambient_grad: bool, device: torch.device | None) -> Iterator
             (torch.autograd, "grad", _refuse_gradient("torch.autograd.grad")),
             (torch.autograd, "backward", _refuse_gradient("backward()")),
             (torch, "tensor", _tensor_with_data(torch.tensor)),
+            (PythonKeyTracer, "create_arg", _refuse_parameter(PythonKeyTracer.create_arg)),
             (torch.Tensor, "new_tensor", _new_tensor),
             # nn.Transformer reads the data of a mask to select a faster kernel; unread, the mask is used unchanged.
             (
@@ -192,6 +193,22 @@ def _apply_as_op(original: Callable[..., Any]) -> Callable[..., Any]:
         return apply_as_op(cls, args)
 
     return apply
+
+
+def _refuse_parameter(create_arg: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return `create_arg` of a tracer, which gets a parameter itself only if the export does not know it."""
+
+    def created(tracer: Any, value: Any) -> Any:
+        if isinstance(value, nn.Parameter) and value.requires_grad:
+            raise Refusal(
+                f"it uses a parameter of shape {list(value.shape)} that is not one of the model, or is one that a "
+                "function holds, and it would not be trained",
+                "register the module that has it as an attribute of the model, and read the parameter from the module "
+                "in the forward; or freeze it with requires_grad_(False)",
+            )
+        return create_arg(tracer, value)
+
+    return created
 
 
 def _refuse_hook(name: str) -> Callable[..., Any]:
