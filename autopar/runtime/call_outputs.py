@@ -107,11 +107,19 @@ class ShardedOutput(DTensor):
 
 
 def with_plain(flat: Flattened) -> Flattened:
-    """Return inputs of a call with outputs of parallel modules gathered, if there are plain tensors beside them."""
+    """Return inputs of a call with outputs and replicated DTensors as whole tensors, if plain ones are beside them."""
     if all(isinstance(one, DTensor) for one in flat.tensors):
         return flat
-    tensors = tuple(one._whole() if isinstance(one, ShardedOutput) else one for one in flat.tensors)
-    return replace(flat, tensors=tensors)
+    return replace(flat, tensors=tuple(map(_as_plain, flat.tensors)))
+
+
+def _as_plain(given: Tensor) -> Tensor:
+    if isinstance(given, ShardedOutput):
+        return given._whole()
+    # Such as the zeros that a model makes like its parameters, for the state of a recurrent layer.
+    if isinstance(given, DTensor) and all(one.is_replicate() for one in given.placements):
+        return given.to_local()
+    return given
 
 
 def _on_whole(function: Callable[..., Any], args: Any, kwargs: Any, given: list[Tensor]) -> Any:

@@ -291,6 +291,31 @@ def pass_states_on() -> dict[str, float]:
     return worst
 
 
+class Unrolled(nn.Module):
+    """Recurrent cell, step by step: in a sequence of one step its weight is seen as another product of dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.cell = nn.Parameter(torch.ones(1, 8)), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.start.expand((x.shape[0], -1))
+        for step in range(x.shape[1]):
+            state = torch.tanh(self.cell(torch.cat([x[:, step], state], 1)))
+        return state
+
+
+def call_with_other_products() -> dict[str, float]:
+    """Parameters stay where the first call has split them, however a later call sees their dims."""
+    torch.manual_seed(0)
+    model, x = Unrolled().double(), torch.randn(ROWS, 3, 8, dtype=torch.float64)
+    parallel = autopar.parallelize(copy.deepcopy(model), f"dp={dist.get_world_size()}", (x,), layout="zero1")
+    for module in (model, parallel):
+        for steps in (3, 1):
+            module(x[:, :steps]).square().mean().backward()
+    return {"gradients": gradient_gap(model, parallel)}
+
+
 def everything() -> dict[str, Any]:
     return in_turn(
         (learn_from_losses_outside, ()),
@@ -299,6 +324,7 @@ def everything() -> dict[str, Any]:
         (run_plain_loops, ()),
         (add_losses, ()),
         (pass_states_on, ()),
+        (call_with_other_products, ()),
         (refuse, ()),
     )
 

@@ -102,7 +102,9 @@ def take_shards() -> dict[str, Any]:
     found["DTensor"] = gap(loss, expected)
     placed = {name: DTensor.from_local(value, mesh, [Replicate()]) for name, value in inputs.items()}
     found["replicated given"] = error_of(lambda: parallel(**placed))
-    found["mixed"] = error_of(lambda: parallel(**{**half, "ids": placed["ids"]}))
+    found["with plain"] = gap(parallel(**{**inputs, "ids": placed["ids"]}), expected)
+    shards = {"ids": DTensor.from_local(half["ids"], mesh, [Shard(0)])}
+    found["mixed"] = error_of(lambda: parallel(**{**half, **shards}))
     return found
 
 
@@ -264,7 +266,7 @@ def test_outputs_sharded_full_and_local(on_two: list[dict[str, Any]]) -> None:
 
 def test_inputs_that_are_shards_already(on_two: list[dict[str, Any]]) -> None:
     for found in (one["take_shards"] for one in on_two):
-        assert max(found["local"], found["gradients"], found["DTensor"]) < 1e-12
+        assert max(found["local"], found["gradients"], found["DTensor"], found["with plain"]) < 1e-12
         assert "Expected input batch_size" in found["whole given"]
         assert "redistribute" in found["replicated given"]
         assert "give all tensors as DTensors, or none" in found["mixed"]

@@ -49,7 +49,7 @@ class Script:
     files: Mapping[str, str] = field(default_factory=dict)
     # Files of drawn words, for models of language.
     words: Sequence[str] = ()
-    # Words of the error for a model that cannot be traced.
+    # Words of the error of a script that cannot run.
     refused: str = ""
     # In single precision some losses are chaotic: rounding is amplified from step to step.
     dtype: str = "float32"
