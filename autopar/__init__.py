@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from autopar.plans.plan import Plan
     from autopar.rules.proof.prove import prove_rule
     from autopar.rules.registry import register_rule
+    from autopar.runtime.batch_loader import BatchLoader
     from autopar.runtime.checkpoints import Checkpoints
     from autopar.runtime.module import ParallelModule
     from autopar.tracing.annotations import constrain, named
@@ -54,6 +55,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoparError",
     "AutoparWarning",
+    "BatchLoader",
     "Checkpoints",
     "ClusterError",
     "Dim",
@@ -83,6 +85,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BatchLoader": "autopar.runtime.batch_loader",
     "Checkpoints": "autopar.runtime.checkpoints",
     "Dim": "autopar.ir.graph",
     "Mesh": "autopar.mesh",

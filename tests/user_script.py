@@ -98,4 +98,7 @@ with tempfile.TemporaryDirectory() as folder:
     checkpoints.save({"model": parallel}, 1)
     checkpoints.finish()
     assert checkpoints.load({"model": parallel}) == 1
+rows = torch.utils.data.TensorDataset(*(tensor.detach() for tensor in inputs))
+loader: autopar.BatchLoader = autopar.BatchLoader(parallel, rows, len(rows))
+assert len([parallel(**batch) for batch in loader]) == len(loader) == 1
 dist.destroy_process_group()

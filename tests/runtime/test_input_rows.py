@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import autopar
 from autopar.runtime.activity import activity_of
@@ -69,6 +70,56 @@ def train_on_rows(cases: tuple[str, ...]) -> dict[str, Any]:
             worst = max(abs(a - b) for a, b in zip(got, expected, strict=True))
             found[f"{name}, {way.__name__}"] = part, len(got), worst
     return found
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+
+class ByName(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return dict(zip(("ids", "targets"), super().__getitem__(index), strict=True))
+
+
+def train_with_loader(cases: tuple[str, ...]) -> dict[str, Any]:
+    model, data, shapes = model_and_data()
+    in_order = [
+        {"ids": ids, "targets": targets}
+        for ids, targets in zip(*(tensor.split(BATCH) for tensor in data.tensors), strict=True)
+    ][: SAMPLES // BATCH]
+    found: dict[str, Any] = {}
+    for name in cases:
+        mesh, layout = LAYOUTS[name]
+        module = autopar.parallelize(copy.deepcopy(model), mesh, shapes, layout=layout)
+        start = copy.deepcopy(module.state_dict())
+        loaders: dict[str, tuple[autopar.BatchLoader, list[Inputs]]] = {
+            "by name": (autopar.BatchLoader(module, ByName(*data.tensors), BATCH), in_order),
+            "shuffled": (autopar.BatchLoader(module, data, BATCH, shuffle=True, seed=3), sampled(data, 0, 1)),
+            "stream": (autopar.BatchLoader(module, Stream(data), BATCH), in_order),
+            "workers": (autopar.BatchLoader(module, Stream(data), BATCH, num_workers=2), in_order),
+        }
+        for kind, (loader, expected_batches) in loaders.items():
+            module.load_state_dict(start)
+            alone = copy.deepcopy(model)
+            loader.set_epoch(0)
+            expected = losses(alone, expected_batches, adamw(alone))
+            got = losses(module, list(loader), adamw(module))
+            found[f"{name}, {kind}"] = len(got), max(abs(a - b) for a, b in zip(got, expected, strict=True))
+    return found
+
+
+def refuse_loaders() -> list[str]:
+    model, data, shapes = model_and_data()
+    module = autopar.parallelize(model, "dp=4", shapes, layout="ddp")
+    return [
+        error_of(lambda: autopar.BatchLoader(module, data, 6)),
+        error_of(lambda: autopar.BatchLoader(module, Stream(data), BATCH, shuffle=True)),
+        error_of(lambda: next(iter(autopar.BatchLoader(module, TensorDataset(data.tensors[0]), BATCH)))),
+    ]
 
 
 def refuse() -> dict[str, str]:
@@ -134,3 +185,21 @@ def test_activities_are_predicates() -> None:
     assert activity_of((True, True)) == "trains"
     assert activity_of((False,)) == "evaluates"
     assert activity_of((True, False, False)) == "trains 1 of 3 modules (tee)"
+
+
+@pytest.mark.slow
+def test_a_loader_has_the_batches_of_one_process_on_any_mesh() -> None:
+    cases = ("rows over one axis", "rows over all ranks", "pieces of rows", "all rows")
+    for found in launch(train_with_loader, cases, ranks=4):
+        assert len(found) == 4 * len(cases)
+        assert {case: value for case, value in found.items() if value[0] != SAMPLES // BATCH or value[1] > 1e-10} == {}
+
+
+@pytest.mark.slow
+def test_loaders_that_cannot_be_are_errors() -> None:
+    for size, stream, values in launch(refuse_loaders, ranks=4):
+        assert size.startswith(
+            "the global batch of 6 samples has no 4 equal parts, as the layout makes of batch\nfix: "
+        )
+        assert stream.startswith("a stream cannot be shuffled by number\nfix: ")
+        assert values.startswith("a sample has 1 values, and the module 2 inputs: ids, targets\nfix: ")
