@@ -143,14 +143,15 @@ class _LayoutWriter:
     def _tensors(self, right: Mapping[str, frozenset[str]]) -> Iterator[Statement]:
         """Yield a pin or blocks for each kind of tensor that the rules get wrong."""
         texts = {name: self._text(name) for name in self.tensor_axes}
-        groups: dict[object, list[str]] = {}
+        # Of tensors with the same text the rules may get other roles right, as dims without a split have no part in it.
+        groups: dict[tuple[object, frozenset[str]], list[str]] = {}
         for name, entry in self.tensor_axes.items():
             if name in self.stated or len(right[name]) < len(entry.roles):
-                groups.setdefault(texts[name], []).append(name)
+                groups.setdefault((texts[name], right[name]), []).append(name)
         alike: dict[object, list[str]] = {}
         for name, text in texts.items():
             alike.setdefault(text, []).append(name)
-        for text, names in groups.items():
+        for (text, _), names in groups.items():
             entry = self.tensor_axes[names[0]]
             for glob in cover(names, alike[text], self.names):
                 yield from self._statements(glob, entry, names[0] in self.stated, right[names[0]])

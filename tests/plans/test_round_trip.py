@@ -9,7 +9,9 @@ from itertools import product
 
 import pytest
 import torch
+from torch import nn
 
+import autopar
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
@@ -150,3 +152,34 @@ def test_holdings_are_compared() -> None:
     name, policy = next((name, policy) for name, policy in one.gather_policies.items() if not policy.regather)
     other = replace(one, gather_policies={**one.gather_policies, name: replace(policy, regather=True)})
     assert write_layout(graph, one) != write_layout(graph, other)
+
+
+class Shared(nn.Module):
+    """A norm and a layer that is whole where it is used; other layers are split over `d_ff`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, bias=False)
+        self.up, self.down, self.last = nn.Linear(8, 16, False), nn.Linear(16, 8, False), nn.Linear(16, 8, False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(self.norm(x)).relu()
+        return (self.last(hidden) + self.down(hidden)).square().sum()
+
+
+def test_tensors_that_are_stored_alike_and_used_unlike() -> None:
+    """Norm and layer are stored in one way. Rules for all tensors get the use of the norm right, not of the layer."""
+    layout = """
+        batch -> dp
+        d_ff -> tp
+        * -> none
+        param@norm.weight, grad@norm.weight, opt@norm.weight { d_model -> dp*tp, * -> none }
+        param@last.weight, grad@last.weight, opt@last.weight { d_model -> dp*tp, * -> none }
+        use@last.weight { * -> none }
+    """
+    given = (torch.randn(8, 8),)
+    dims = {"x": "batch d_model", "up.weight": "d_ff d_model", "last.weight": "d_model d_ff"}
+    plan = autopar.plan(Shared(), "dp=2,tp=2", given, layout=layout, dims=dims, cluster="h100", cache=False)
+    assert "use@last.weight { * -> none }" in plan.text
+    again = autopar.Plan.read(plan.text, autopar.trace(Shared(), given, dims=dims))
+    assert again.text == plan.text
