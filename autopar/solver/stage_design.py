@@ -94,8 +94,10 @@ def design_stages(
             return best
         modes, peaks = found
         work = np.take_along_axis(costs.seconds, modes[None], axis=0)[0]
-        if _least_seconds(costs, modes, starts, stages, count, schedule, cluster) >= beat_seconds:
+        if count * float(work.sum()) / stages >= beat_seconds:
             return best
+        if _least_seconds(costs, modes, starts, stages, count, schedule, cluster) >= beat_seconds:
+            continue  # other cuts may share the work better
         seconds = _seconds(costs, cluster, starts, stages, modes, every, count, send_seconds, choice)
         if best is not None and seconds >= best.seconds:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -164,3 +165,21 @@ def test_more_ranks_than_experts() -> None:
         search.pieces[1] = (plan,)
         search.price(Shape(2, data, 1, 4, 64 // data // 4))
         assert bool(search.found) == (data == 8)
+
+
+def test_a_design_to_beat_changes_no_faster_design() -> None:
+    """Cuts that leave no chance with one set of recompute modes are made again, as without anything to beat."""
+    search, shape = search_of(traced(), 4), Shape(4, 1, 1, 16, 2)
+    costs = search._costs(shape, search._plans(shape)[0], STATES[:-1])
+    # Many layers of one kind, so that cuts can move work between stages.
+    layers = (costs.sequence[0], *[costs.sequence[2]] * 40, costs.sequence[-1])
+    costs = replace(costs, sequence=layers, layers=("", *["layer"] * 40, ""), _columns={})
+    sends = np.zeros(len(layers))
+    free = design_stages(costs, H100, 4, 512, SCHEDULES[0], [math.inf] * 4, sends)
+    assert free is not None
+    for share in np.linspace(0.3, 1.0, 15):
+        limits = [share * free.peak_bytes] * 4
+        found = design_stages(costs, H100, 4, 512, SCHEDULES[0], limits, sends)
+        if found is not None:
+            beat = found.seconds * (1 + 1e-6)
+            assert design_stages(costs, H100, 4, 512, SCHEDULES[0], limits, sends, beat) == found
