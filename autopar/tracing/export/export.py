@@ -122,6 +122,12 @@ def capture(
 
 def finish(capture: Capture) -> Exported:
     """Run the passes of a trace on a captured graph, in place."""
+    # They compute indices and constants, also for a user whose default device is the meta device.
+    with torch.device("cpu"):
+        return _finish(capture)
+
+
+def _finish(capture: Capture) -> Exported:
     model, flat = capture.model, capture.flat
     owner = type(model).__name__
     check_static(capture.graph, owner)
