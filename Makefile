@@ -18,7 +18,7 @@ INSTALLED := $(VENV)/.installed
 
 help:
 	@echo "make demo      create .venv, install, plan Llama-3-8B for 64 GPUs, run a plan on 4 processes and compare with one"
-	@echo "make test      create .venv, install, run all checks and the tests of every part: at most 10 minutes on 2 cores"
+	@echo "make test      create .venv, install, run all checks and the tests of every part: a quarter of an hour on 2 cores"
 	@echo "make test-all  run the tests that 'make test' leaves out: the long matrices of cases"
 	@echo "make check     lint, format and types only"
 	@echo "make matrix    install the oldest and the newest torch into .venv-matrix, and run some tests on each"

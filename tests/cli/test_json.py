@@ -96,6 +96,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["bound_seconds"] <= data["step_seconds"]
 
 
+@pytest.mark.slow
 def test_no_plan_prints_nothing_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", GPT, *WHERE, "--memory", "20kB", "--time-limit", "2", "--layout", "megatron", "--json")
     assert main(list(words)) == 1

@@ -123,6 +123,7 @@ def test_a_layout_that_some_meshes_cannot_have_is_planned_on_the_others() -> Non
         autopar.plan(model, "?", inputs, devices=8, layout="heads -> tq", cluster="h100", cache=False)
 
 
+@pytest.mark.slow
 def test_the_line_that_sets_a_limit_on_memory_is_shown() -> None:
     model, inputs = gpt(batch=4, seq=8, d_model=16, heads=2, vocab=16, layers=1)
     layout = "batch -> dp\nlimit memory 1KiB\n"
