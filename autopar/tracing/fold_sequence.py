@@ -26,26 +26,20 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.analysis.contractions import ATTENTION
-from autopar.ir.analysis.repeated_layers import repeated_layers
 from autopar.ir.exported import NodeOrigin
 from autopar.ir.fx_graphs import remove_dead
 from autopar.ir.graph import NamedGraph
-from autopar.ir.invariants import verifying
 from autopar.ir.values import FOLD_PIECES, Atom, NamedNode, NamedTensor, SequenceFold
-from autopar.ir.verify import verify_graph
 from autopar.rules.notation import FactorKind, Operand
 from autopar.rules.ops.folded import FOLD, FOLDED_ATTENTION, UNFOLD
-from autopar.rules.registry import rule_table
 from autopar.tracing.foldable_attention import folded_attention_of
-from autopar.tracing.naming.bind_graph import bind_graph
-from autopar.tracing.naming.earlier_names import earlier_names
+from autopar.tracing.name_again import name_again
 from autopar.tracing.passes.edit import arguments_of
 from autopar.tracing.passes.read_masks import ATTENTION_NOTE
-from autopar.tracing.trace import DISCOVERIES, assemble
 
 __all__ = ["CannotFold", "fold_sequence", "unfolded_activations"]
 
@@ -163,7 +157,8 @@ class _Folding:
         self.is_plain = self._runs_plain()
         for node in self.source.nodes:
             self._copy(node)
-        return self._named()
+        remove_dead(self.made)
+        return name_again(graph, self.made, self.made_from, self.pieces_name, fold=self.wanted)
 
     # -- the order in which each op runs
 
@@ -369,22 +364,6 @@ class _Folding:
         return made
 
     # -- its names
-
-    def _named(self) -> NamedGraph:
-        graph = self.graph
-        remove_dead(self.made)
-        module = GraphModule(graph.exported.graph_module, self.made)
-        exported = replace(graph.exported, graph_module=module)
-        binding = bind_graph(exported, rule_table(), DISCOVERIES)
-        repeats = repeated_layers(exported)
-        naming = earlier_names(graph, binding, self.made_from, self.pieces_name)
-        found = assemble(graph.model, exported, binding, naming, repeats)
-        found = replace(
-            found, given=graph.given, fold=self.wanted, loss_pieces=graph.loss_pieces, capacity=graph.capacity
-        )
-        if verifying():
-            verify_graph(found)
-        return found
 
     @property
     def pieces_name(self) -> str:

@@ -15,28 +15,22 @@ Output::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
-from autopar.ir.analysis.repeated_layers import repeated_layers
 from autopar.ir.fx_graphs import remove_dead
 from autopar.ir.graph import NamedGraph
-from autopar.ir.invariants import verifying
 from autopar.ir.values import ROUTED, SLOTTED
-from autopar.ir.verify import verify_graph
 from autopar.rules.ops.routed import COMBINE, DISPATCH
 from autopar.rules.ops.slots import PUT_SLOTS, TAKE_SLOTS
-from autopar.rules.registry import rule_table
-from autopar.tracing.naming.bind_graph import bind_graph
-from autopar.tracing.naming.earlier_names import earlier_names
+from autopar.tracing.name_again import name_again
 from autopar.tracing.passes.edit import insert
 from autopar.tracing.passes.edit import replace as replace_node
-from autopar.tracing.trace import DISCOVERIES, assemble
 
 __all__ = ["NoCapacity", "slots_of_capacity", "with_capacity"]
 
@@ -93,7 +87,7 @@ class _Slotting:
         if not self.made:
             raise NoCapacity("the model has no rows that go to experts", "leave 'capacity' out")
         remove_dead(copied)
-        return self._named(copied)
+        return name_again(self.graph, copied, capacity=self.factor)
 
     def _insert(self, origin: Node, op: object, *args: Any, slotted: int = 0, **kwargs: Any) -> Node:
         """Insert a call on plain tensors, or one whose result has rows in slots of so many groups."""
@@ -144,15 +138,3 @@ class _Slotting:
 
     def _name(self, key: Node) -> str:
         return next(name for name, tensor in self.graph.tensors.items() if tensor.node == key.name)
-
-    def _named(self, made: Graph) -> NamedGraph:
-        graph = self.graph
-        exported = replace(graph.exported, graph_module=GraphModule(graph.exported.graph_module, made))
-        binding = bind_graph(exported, rule_table(), DISCOVERIES)
-        repeats = repeated_layers(exported)
-        earlier = {tensor.node: (tensor, False) for tensor in graph.tensors.values()}
-        found = assemble(graph.model, exported, binding, earlier_names(graph, binding, earlier), repeats)
-        found = replace(found, given=graph.given, capacity=self.factor)
-        if verifying():
-            verify_graph(found)
-        return found

@@ -18,26 +18,20 @@ Output::
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isclose
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
-from autopar.ir.analysis.repeated_layers import repeated_layers
 from autopar.ir.fx_graphs import remove_dead
 from autopar.ir.graph import NamedGraph
-from autopar.ir.invariants import verifying
-from autopar.ir.verify import verify_graph
 from autopar.rules.ops.loss_pieces import LINEAR_CROSS_ENTROPY
-from autopar.rules.registry import rule_table
 from autopar.rules.shard_call.loss_pieces import NONE, SUM, LogitsForm
-from autopar.tracing.naming.bind_graph import bind_graph
-from autopar.tracing.naming.earlier_names import earlier_names
+from autopar.tracing.name_again import name_again
 from autopar.tracing.passes.edit import arguments_of, insert
 from autopar.tracing.passes.edit import replace as replace_node
-from autopar.tracing.trace import DISCOVERIES, assemble
 
 __all__ = ["NoPieces", "logits_bytes", "loss_in_pieces"]
 
@@ -126,7 +120,7 @@ class _Joining:
             none = NoPieces("the model has no cross-entropy of class numbers", "leave 'pieces' out")
             raise reasons[0] if reasons else none
         remove_dead(made)
-        return self._named(made)
+        return name_again(self.graph, made, loss_pieces=self.pieces)
 
     # -- what can be joined
 
@@ -186,18 +180,6 @@ class _Joining:
         (results,) = output.args
         assert isinstance(results, tuple), "the graph returns a flat tuple"
         output.args = (tuple(None if result in dropped else result for result in results),)
-
-    def _named(self, made: Graph) -> NamedGraph:
-        graph = self.graph
-        exported = replace(graph.exported, graph_module=GraphModule(graph.exported.graph_module, made))
-        binding = bind_graph(exported, rule_table(), DISCOVERIES)
-        repeats = repeated_layers(exported)
-        earlier = {tensor.node: (tensor, False) for tensor in graph.tensors.values()}
-        found = assemble(graph.model, exported, binding, earlier_names(graph, binding, earlier), repeats)
-        found = replace(found, given=graph.given, loss_pieces=self.pieces, capacity=graph.capacity)
-        if verifying():
-            verify_graph(found)
-        return found
 
 
 def _is_linear(node: Node) -> bool:
