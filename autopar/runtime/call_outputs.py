@@ -108,7 +108,8 @@ class ShardedOutput(DTensor):
 
 def with_plain(flat: Flattened) -> Flattened:
     """Return inputs of a call with outputs and replicated DTensors as whole tensors, if plain ones are beside them."""
-    if all(isinstance(one, DTensor) for one in flat.tensors):
+    sharded = sum(isinstance(one, DTensor) for one in flat.tensors)
+    if sharded in (0, len(flat.tensors)):
         return flat
     return replace(flat, tensors=tuple(map(_as_plain, flat.tensors)))
 
