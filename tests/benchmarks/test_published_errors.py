@@ -10,29 +10,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published.errors import covered, errors_by_kind, held_back, kind_of
-from benchmarks.published.models import Decoder
 from benchmarks.published.price import price
 from benchmarks.published.priced import Priced, half_of
 from benchmarks.published.readers.rows import read_rows
-from benchmarks.published.runs import Measured, Run, Software
+from benchmarks.published.runs import Measured
 from benchmarks.published.splits import splits
 from benchmarks.published.tables import reader_of
+from tests.benchmarks.test_published_runs import RUN as ON_A100
 
-RUN = Run(
-    label="tiny",
-    group="tiny",
-    decoder=Decoder("gpt", 4, 64, 4, 256, 512, 32),
-    cluster="h100",
-    nodes=1,
-    devices=8,
-    dp=8,
-    tp=1,
-    pp=1,
-    micro_batch=2,
-    micro_batches=4,
-    measured=Measured(1.0),
-    software=Software(),
-)
+RUN = replace(ON_A100, cluster="h100")
 TABLE = Path(__file__).parents[3] / "shared" / "data" / "published" / "e2e_vtrain_singlenode_a100.csv"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -313,6 +313,14 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **tokens)
 
 
+def assert_same_losses(loop: Callable[[str | None, str], list[float]], layout: str, folder: Path) -> None:
+    """Raise unless a loop has the losses of one process on two ranks under a layout."""
+    (expected,) = launch(loop, None, str(folder / "one"), ranks=1)
+    for found in launch(loop, layout, str(folder / "two"), ranks=2):
+        assert len(found) == STEPS
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def fine_tune(layout: str | None, folder: str) -> list[float]:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -351,10 +359,7 @@ def fine_tune(layout: str | None, folder: str) -> list[float]:
 @pytest.mark.parametrize("layout", ["fsdp", "megatron"])
 def test_supervised_fine_tuning_of_trl_takes_the_steps_of_one_process(layout: str, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="needs trl and datasets, which are not in autopar[test]: pip install trl")
-    (expected,) = launch(fine_tune, None, str(tmp_path / "one"), ranks=1)
-    for found in launch(fine_tune, layout, str(tmp_path / "two"), ranks=2):
-        assert len(found) == STEPS
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_same_losses(fine_tune, layout, tmp_path)
 
 
 def switch_adapters(layout: str) -> dict[str, bool]:
@@ -431,7 +436,4 @@ def fit_with_lightning(layout: str | None, folder: str) -> list[float]:
 @pytest.mark.parametrize("layout", ["fsdp", "megatron"])
 def test_lightning_takes_the_steps_of_one_process(layout: str, tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="needs lightning, which is not in autopar[test]: pip install lightning")
-    (expected,) = launch(fit_with_lightning, None, str(tmp_path / "one"), ranks=1)
-    for found in launch(fit_with_lightning, layout, str(tmp_path / "two"), ranks=2):
-        assert len(found) == STEPS
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_same_losses(fit_with_lightning, layout, tmp_path)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.capacity_statement import CapacityStatement
 from autopar.sharding.layout.language import choose_layout, parse_layout
+from tests.sharding.layout.statements import assert_mistake, assert_statement
 
 GOOD = [
     ("capacity 1.25", CapacityStatement(1.25), "capacity 1.25"),
@@ -18,10 +18,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("text", "statement", "printed"), GOOD)
 def test_statements(text: str, statement: CapacityStatement, printed: str) -> None:
-    layout = parse_layout(text)
-    assert layout.capacity == statement
-    assert str(layout) == f"{printed}\n"
-    assert parse_layout(str(layout)) == layout
+    assert_statement(text, "capacity", statement, printed)
 
 
 def test_a_dim_may_have_the_name() -> None:
@@ -38,10 +35,7 @@ BAD = [
 
 @pytest.mark.parametrize(("text", "message"), BAD)
 def test_mistakes(text: str, message: str) -> None:
-    with pytest.raises(LayoutError) as error:
-        parse_layout(text)
-    assert message in str(error.value)
-    assert "\nfix: " in str(error.value)
+    assert_mistake(text, message)
 
 
 def test_before_a_strategy() -> None:

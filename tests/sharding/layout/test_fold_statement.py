@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.fold_statement import FoldStatement
 from autopar.sharding.layout.language import choose_layout, parse_layout
+from tests.sharding.layout.statements import assert_mistake, assert_statement
 
 STATEMENTS = [
     ("fold seq", FoldStatement("seq", 2), "fold seq"),
@@ -20,11 +20,7 @@ STATEMENTS = [
 
 @pytest.mark.parametrize(("text", "statement", "printed"), STATEMENTS)
 def test_statement(text: str, statement: FoldStatement, printed: str) -> None:
-    layout = parse_layout(text)
-    assert layout.statements == (statement,)
-    assert layout.fold == statement
-    assert str(layout) == f"{printed}\n"
-    assert parse_layout(str(layout)) == layout
+    assert_statement(text, "fold", statement, printed)
 
 
 def test_a_dim_may_have_the_name() -> None:
@@ -43,10 +39,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("text", "message"), MISTAKES)
 def test_mistakes(text: str, message: str) -> None:
-    with pytest.raises(LayoutError) as error:
-        parse_layout(text)
-    assert message in str(error.value)
-    assert "\nfix: " in str(error.value)
+    assert_mistake(text, message)
 
 
 def test_before_a_strategy() -> None:

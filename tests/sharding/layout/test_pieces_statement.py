@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.layout.pieces_statement import PiecesStatement
+from tests.sharding.layout.statements import assert_mistake, assert_statement
 
 STATEMENTS = [
     ("pieces 16", PiecesStatement(16), "pieces 16"),
@@ -18,11 +18,7 @@ STATEMENTS = [
 
 @pytest.mark.parametrize(("text", "statement", "printed"), STATEMENTS)
 def test_statement(text: str, statement: PiecesStatement, printed: str) -> None:
-    layout = parse_layout(text)
-    assert layout.statements == (statement,)
-    assert layout.pieces == statement
-    assert str(layout) == f"{printed}\n"
-    assert parse_layout(str(layout)) == layout
+    assert_statement(text, "pieces", statement, printed)
 
 
 def test_a_dim_may_have_the_name() -> None:
@@ -40,10 +36,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("text", "message"), MISTAKES)
 def test_mistakes(text: str, message: str) -> None:
-    with pytest.raises(LayoutError) as error:
-        parse_layout(text)
-    assert message in str(error.value)
-    assert "\nfix: " in str(error.value)
+    assert_mistake(text, message)
 
 
 def test_before_a_strategy() -> None:
