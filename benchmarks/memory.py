@@ -32,7 +32,7 @@ from autopar.lowering.modules.bucket import ParameterHandling
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import choose_layout
-from autopar.sharding.layout.syntax import Recompute
+from autopar.sharding.layout.syntax import RecomputeMode
 from autopar.sharding.sharding import atoms_of
 from autopar.sharding.time_slice import propagate_plan
 from autopar.submesh import SubMesh
@@ -235,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(models()), help="names, with commas between them")
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--recompute", choices=get_args(Recompute), default="none", help="of all repeated layers")
+    parser.add_argument("--recompute", choices=get_args(RecomputeMode), default="none", help="of all repeated layers")
     parser.add_argument("--regather", action="store_true", help="gather all parameters again")
     options = parser.parse_args()
     print(f"{'model':8} {'layout':20} {'saved MB':>19}  {'peak MB':>19}   error  at")

@@ -32,6 +32,7 @@ from autopar.sharding.layout.syntax import (
     OpPin,
     Pin,
     PinState,
+    Recompute,
     Scope,
     SplitTerm,
     Statement,
@@ -218,13 +219,13 @@ class _LayoutWriter:
         yield from self._recomputed()
 
     def _recomputed(self) -> Iterator[Statement]:
-        modes: dict[str, list[str]] = {}
+        modes: dict[Recompute, list[str]] = {}
         for path, mode in getattr(self.assignment, "recompute", {}).items():
             if mode != "none":
                 modes.setdefault(mode, []).append(path)
         paths = [path for repeat in self.graph.repeats for path in repeat.module_paths]
         for mode, own in modes.items():
-            yield from (GatherStatement("recompute", glob, mode) for glob in cover(own, own, paths))  # type: ignore[arg-type]
+            yield from (GatherStatement("recompute", glob, mode) for glob in cover(own, own, paths))
 
 
 def choice_words(node: NamedNode, choice: Choice, axes: SubMesh) -> _Choice:

@@ -16,6 +16,7 @@ from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import OpPin, Pin
 from autopar.sharding.lowered_ops.ring_attention import MASK, rows_beside
+from autopar.sharding.recompute import words_of_layers
 from autopar.sharding.sharding import MICRO
 
 
@@ -162,6 +163,7 @@ def words_of(graph: NamedGraph) -> LayoutWords:
         {kind: frozenset(names) for kind, names in kinds.items()},
         {node.name: node.rule.factors for node in graph.nodes},
         tuple(path for repeat in graph.repeats for path in repeat.module_paths),
+        words_of_layers(graph),
     )
 
 

@@ -4,17 +4,20 @@
 with a parameter, fused attention, recurrences, and ops from other libraries, whose cost is unknown: their results are
 saved. A product of two values is attention that is written out. Its scores take more memory than all else and little
 time (Korthikanti et al., 2022), so it is recomputed, like all ops bound by memory traffic. `offload`: no op, as saved
-tensors go to the host (`autopar/sharding/offload.py`).
+tensors go to the host (`autopar/sharding/offload.py`). A list names the ops to keep, or those to recompute: by a word
+of the op, `linear`, by one of the kinds `product` (with a parameter) and `attention` (fused), or by a name pattern.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.analysis.contractions import ATTENTIONS, RECURRENT, multiplied
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.sharding.layout.matching import glob_matches
+from autopar.sharding.layout.recompute_ops import OpItem, RecomputeList
 from autopar.sharding.layout.syntax import Recompute
 
 
@@ -64,26 +67,60 @@ def _joined(regions: Iterable[RecomputeRegion], own: RecomputeRegion) -> list[Re
 
 
 def recomputed_ops(graph: NamedGraph, regions: Iterable[RecomputeRegion]) -> frozenset[str]:
-    """Return the ops of regions that are recomputed: all, or those that are cheap."""
+    """Return the ops of regions that are recomputed: all, those that are cheap, or those of a list."""
     regions = tuple(region for region in regions if region.mode != "offload")
-    if not any(region.mode == "selective" for region in regions):
+    if all(region.mode == "full" for region in regions):
         return frozenset(op for region in regions for op in region.ops)
-    # Parameters, and tensors made of nothing else: a product with a cast or transposed parameter is as expensive.
+    weights, nodes = _weights(graph), {node.name: node for node in graph.nodes}
+    return frozenset(op for region in regions for op in _recomputed(region, nodes, weights))
+
+
+def _recomputed(region: RecomputeRegion, nodes: Mapping[str, NamedNode], weights: Collection[str]) -> Collection[str]:
+    if isinstance(region.mode, RecomputeList):
+        named = {op for item in region.mode.items for op in _ops_of(item, region.ops, nodes, weights)}
+        return named if region.mode.action == "only" else [op for op in region.ops if op not in named]
+    return [op for op in region.ops if region.mode == "full" or not _is_expensive(nodes[op], weights)]
+
+
+def _ops_of(
+    item: OpItem, ops: Sequence[str], nodes: Mapping[str, NamedNode], weights: Collection[str]
+) -> Sequence[str]:
+    if item.is_glob:
+        found = [op for op in ops if glob_matches(item.pattern, op)]
+    else:
+        found = [op for op in ops if item.pattern in _words(nodes[op], weights)]
+    return found[:: item.every]
+
+
+def words_of_layers(graph: NamedGraph) -> frozenset[str]:
+    """Return the words for ops of repeated layers in lists of what to recompute."""
+    weights, nodes = _weights(graph), {node.name: node for node in graph.nodes}
+    return frozenset(word for ops in graph.ops_of_layers.values() for op in ops for word in _words(nodes[op], weights))
+
+
+def _words(node: NamedNode, weights: Collection[str]) -> tuple[str, ...]:
+    kinds = {"attention": node.op in ATTENTIONS, "product": _is_product(node, weights)}
+    return (node.op.split(".")[1], *(kind for kind, has in kinds.items() if has))
+
+
+def _weights(graph: NamedGraph) -> set[str]:
+    """Return the parameters, and the tensors made of nothing else: a product with a cast one is as expensive."""
     weights = {tensor.name for tensor in graph.tensors.values() if tensor.kind == "param"}
     for node in graph.nodes:
         operands = [name for name in node.operands if name is not None]
         if operands and weights.issuperset(operands):
             weights.update(name for name in node.outputs if name is not None)
-    nodes = {node.name: node for node in graph.nodes}
-    return frozenset(
-        op for region in regions for op in region.ops if region.mode == "full" or not _is_expensive(nodes[op], weights)
-    )
+    return weights
 
 
 def _is_expensive(node: NamedNode, weights: Collection[str]) -> bool:
     # Ops of other libraries have a cost that only their authors know.
     if not node.op.startswith(("aten.", "prims.")) or node.op in (*ATTENTIONS, *RECURRENT):
         return True
+    return _is_product(node, weights)
+
+
+def _is_product(node: NamedNode, weights: Collection[str]) -> bool:
     pair = multiplied(node)
     return pair is not None and any(node.operands[i] in weights for i in pair)
 

@@ -14,7 +14,8 @@ from autopar.ir.invariants import Invariant, check_invariants
 from autopar.ir.values import NamedTensor
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import can_split, shardings_of
-from autopar.sharding.layout.syntax import Recompute
+from autopar.sharding.layout.recompute_ops import RecomputeList
+from autopar.sharding.layout.syntax import RecomputeMode
 from autopar.sharding.lowered_ops.ring_attention import rows_beside
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step
@@ -170,7 +171,7 @@ def _wrong_recompute(given: _Assigned) -> Iterator[str]:
     for path, mode in given.assignment.recompute.items():
         if path not in layers:
             yield f"{path} is no repeated layer"
-        if mode not in get_args(Recompute):
+        if not isinstance(mode, RecomputeList) and mode not in get_args(RecomputeMode):
             yield f"{path}: {mode!r} is no mode"
 
 

@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import PRESETS
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.layout.language import choose_layout
+from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan
 from benchmarks.memory import measure
@@ -219,6 +219,17 @@ def test_recomputation_is_measured_as_predicted(small_gpt: NamedGraph, layout: s
     name, _, again = layout.partition(", ")
     plan = plan_of(small_gpt, name, GPT_LAYOUTS[name]).with_recompute(dict.fromkeys(layers, mode))
     plan = plan.with_regather([t.name for t in small_gpt.parameters if again])
+    found, real = predicted(small_gpt, plan), measure(small_gpt, plan)
+    assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
+    assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
+    assert real.saved_bytes < measure(small_gpt, plan.with_recompute({})).saved_bytes
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ops", ["keep(product every 2, attention)", "only(layer_norm, gelu)"])
+def test_lists_of_ops_are_measured_as_predicted(small_gpt: NamedGraph, ops: str) -> None:
+    layout = parse_layout(f"batch -> dp; * -> none; recompute {ops} @blocks.*")
+    plan = propagate_plan(small_gpt, layout, {"dp": 2})
     found, real = predicted(small_gpt, plan), measure(small_gpt, plan)
     assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
     assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)

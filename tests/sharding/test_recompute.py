@@ -91,6 +91,28 @@ def test_selective_keeps_what_is_dear() -> None:
     assert recomputed_ops(graph, (replace(first, mode="full"),)) == set(first.ops)
 
 
+@pytest.mark.parametrize(
+    ("items", "named"),
+    [
+        ("product", ("qkv/linear", "out/linear")),
+        ("product every 2", ("qkv/linear",)),
+        ("@*.out/linear, softmax", ("/softmax", "out/linear")),
+        ("matmul every 2, @*qkv*", ("qkv/linear", "/matmul")),
+    ],
+)
+def test_a_list_names_ops(items: str, named: tuple[str, ...]) -> None:
+    graph = traced()
+    kept, only = (
+        recomputed_ops(graph, recompute_regions(graph, recompute_of(parse_layout(text), ("blocks.1",))))
+        for text in (f"recompute keep({items}) @blocks.1", f"recompute only({items}) @blocks.*")
+    )
+    assert [name for name in graph.ops_of_layers["blocks.1"] if name in only] == [
+        name for name in graph.ops_of_layers["blocks.1"] if name.removeprefix("blocks.1").lstrip(".") in named
+    ]
+    assert kept.isdisjoint(only)
+    assert kept | only == set(graph.ops_of_layers["blocks.1"])
+
+
 def test_layers_of_one_path_are_regions_of_their_own() -> None:
     graph = traced()
     (repeat,) = graph.repeats

@@ -6,7 +6,7 @@ the recomputed segments run again on the saved results. Ops with saved results d
 are not repeated.
 
 Under `torch.compile` its partitioner decides by kinds of ops: results of matrix products, attention and collectives
-are saved.
+are saved. Of a list of ops, it saves those of each kind that the list keeps, counted in order.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ class Segment:
 
 
 class SelectiveRecompute(nn.Module):
-    """Region with body `body`; `kept` names the nodes whose results are saved."""
+    """Region with body `body`; `kept` names the nodes whose results are saved, `is_list` if a list of ops says so."""
 
-    def __init__(self, body: GraphModule, kept: frozenset[str]) -> None:
+    def __init__(self, body: GraphModule, kept: frozenset[str], is_list: bool = False) -> None:
         super().__init__()
         self.body = body
+        self.kinds = _kept_by_kind(body, kept) if is_list else ()
         self.inputs = tuple(node.name for node in body.graph.find_nodes(op="placeholder"))
         (results,) = body.graph.output_node().args
         assert isinstance(results, tuple), "a region returns a tuple"
@@ -60,7 +61,8 @@ class SelectiveRecompute(nn.Module):
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
-            found: tuple[Any, ...] = checkpoint(self.body, *inputs, use_reentrant=False, context_fn=_contexts)
+            contexts = functools.partial(_contexts_of_list, self.kinds) if self.kinds else _contexts
+            found: tuple[Any, ...] = checkpoint(self.body, *inputs, use_reentrant=False, context_fn=contexts)
             return found
         if not torch.is_grad_enabled():
             return self.body(*inputs)  # type: ignore[no-any-return]
@@ -306,3 +308,45 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 def _contexts() -> Any:
     make: Callable[..., Any] = create_selective_checkpoint_contexts
     return make(_policy)
+
+
+# For each kind of ops: whether the results of its ops are saved, in order.
+_Kinds = tuple[tuple[str, tuple[bool, ...]], ...]
+_PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm")
+_COLLECTIVE = "wait_tensor"
+
+
+def _kind(name: str) -> str:
+    """Return the kind of an op: a compiler decomposes products and attention into other ops."""
+    return "product" if name in _PRODUCTS else "attention" if "scaled_dot_product" in name else name
+
+
+def _kept_by_kind(body: GraphModule, kept: frozenset[str]) -> _Kinds:
+    found: dict[str, list[bool]] = {}
+    for node in body.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            name = node.target._opname
+        elif node.op == "call_module":
+            local = getattr(body.get_submodule(str(node.target)), "local", None)
+            name = _COLLECTIVE if local is None else getattr(local.op, "_opname", "")
+        else:
+            continue
+        found.setdefault(_kind(name), []).append(node.name in kept)
+    collectives = (any(found.pop(_COLLECTIVE, ())),)
+    return ((_COLLECTIVE, collectives), *((kind, tuple(flags)) for kind, flags in found.items()))
+
+
+def _contexts_of_list(kinds: _Kinds) -> Any:
+    flags, counts = dict(kinds), dict[tuple[str, bool], int]()
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kind = _kind(getattr(op, "_opname", ""))
+        if kind not in flags:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        number = counts.get((kind, context.is_recompute), 0)
+        counts[kind, context.is_recompute] = number + 1
+        kept = flags[kind][number % len(flags[kind])]
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    make: Callable[..., Any] = create_selective_checkpoint_contexts
+    return make(policy)

@@ -34,6 +34,7 @@ from autopar.lowering.modules.bucket import BucketState, Regathered
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
 from autopar.lowering.modules.host_copies import HostCopies, OffloadedOps
 from autopar.lowering.modules.selective_recompute import SelectiveRecompute
+from autopar.sharding.layout.recompute_ops import RecomputeList
 from autopar.sharding.layout.syntax import Recompute
 from autopar.sharding.offload import moved_inputs
 from autopar.sharding.recompute import RecomputeRegion
@@ -106,7 +107,8 @@ def with_regions(graph: Graph, modules: dict[str, nn.Module], regions: Sequence[
                 modules[name] = body
                 call = call_checkpoint(graph, name, inputs)
             else:
-                modules[name] = SelectiveRecompute(body, frozenset(node.name for node in nodes if node.meta.get(KEPT)))
+                kept = frozenset(node.name for node in nodes if node.meta.get(KEPT))
+                modules[name] = SelectiveRecompute(body, kept, isinstance(modes[number], RecomputeList))
                 call = graph.call_module(name, tuple(inputs))
         put_call(graph, nodes, results, call)
     return GraphModule(modules, graph)

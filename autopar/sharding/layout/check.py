@@ -10,6 +10,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.layout.drift import DriftStatement
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import POSITION, glob_matches, matches
+from autopar.sharding.layout.recompute_ops import RecomputeList
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 from autopar.sharding.layout.syntax import (
     Block,
@@ -42,6 +43,8 @@ class LayoutWords:
     ops: Mapping[str, tuple[str, ...]]
     # The module paths of its repeated layers.
     layers: tuple[str, ...] = ()
+    # Words for ops of these layers in lists of what to recompute.
+    op_words: frozenset[str] = frozenset()
 
     def of_kind(self, kind: str | None) -> frozenset[str]:
         """Return the tensors that a scope of this kind may cover."""
@@ -109,6 +112,11 @@ def _check_names(statement: Statement, words: LayoutWords, axes: SubMesh, any_di
         _check_glob("tensor", glob, words.of_kind(None), span)
     if isinstance(statement, GatherStatement) and statement.action == "recompute":
         _check_glob("repeated layer", statement.glob, words.layers, span)
+        for item in statement.level.items if isinstance(statement.level, RecomputeList) else ():
+            if item.is_glob:
+                _check_glob("op", item.pattern, words.ops, item.span)
+            elif item.pattern not in words.op_words:
+                raise unknown_name("op of repeated layers", item.pattern, words.op_words, item.span)
     elif isinstance(statement, OpPin):
         _check_glob("op", statement.glob, words.ops, span)
         for op in (op for op in words.ops if glob_matches(statement.glob, op)):

@@ -11,6 +11,7 @@ from autopar.sharding.layout.capacity_statement import begins_capacity, read_cap
 from autopar.sharding.layout.drift import read_drift
 from autopar.sharding.layout.fold_statement import read_fold
 from autopar.sharding.layout.pieces_statement import begins_pieces, read_pieces
+from autopar.sharding.layout.recompute_ops import begins_list, read_list
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 from autopar.sharding.layout.stage_statements import STAGE_WORDS, begins_stages, read_stages
 from autopar.sharding.layout.syntax import (
@@ -33,6 +34,7 @@ from autopar.sharding.layout.syntax import (
     Pin,
     PinState,
     Recompute,
+    RecomputeMode,
     Same,
     Scope,
     SplitTerm,
@@ -51,7 +53,7 @@ FORMS = {
     "part": "write it as in 'op @vision.* at part 0'",
     "keep": "write it as in 'keep @blocks.*.weight'",
     "regather": "write it as in 'regather @blocks.*.weight'",
-    "recompute": "write it as in 'recompute full @blocks.*', or with 'none', 'selective' or 'offload'",
+    "recompute": "write it as in 'recompute full @blocks.*', or with 'none', 'selective', 'offload' or a list",
     "same": "write it as in 'same @embed.weight @head.weight'",
     "forbid": "write it as in 'forbid all_gather(act) over tp'",
     "warn": "write it as in 'warn all_gather(act) over tp'",
@@ -264,9 +266,12 @@ class LayoutParser(TokenReader):
     def hold(self, keyword: Token) -> GatherStatement:
         level: Recompute | None = None
         if keyword.text == "recompute":
-            if not self.at(*get_args(Recompute)):
-                raise self.expected("'none', 'selective', 'full' or 'offload' after 'recompute'")
-            level = cast(Recompute, self.advance().text)
+            if begins_list(self):
+                level = read_list(self)
+            elif self.at(*get_args(RecomputeMode)):
+                level = cast(RecomputeMode, self.advance().text)
+            else:
+                raise self.expected("'none', 'selective', 'full', 'offload' or a list after 'recompute'")
         action = cast(Literal["keep", "regather", "recompute"], keyword.text)
         return GatherStatement(action, self.expect_glob(), level, keyword.span)
 

@@ -14,6 +14,7 @@ from autopar.sharding.layout.capacity_statement import CapacityStatement, print_
 from autopar.sharding.layout.drift import DriftStatement, print_drift
 from autopar.sharding.layout.fold_statement import FoldStatement, print_fold
 from autopar.sharding.layout.pieces_statement import PiecesStatement, print_pieces
+from autopar.sharding.layout.recompute_ops import RecomputeList
 from autopar.sharding.layout.source import SourceSpan
 from autopar.sharding.layout.tokens import format_percent, format_size
 from autopar.sharding.schedules import Schedule
@@ -29,8 +30,9 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
 # Ops of a repeated layer that the backward recomputes: none, the cheap ones, or all. With `offload` none: what they
-# save goes to the host.
-Recompute = Literal["none", "selective", "full", "offload"]
+# save goes to the host. A list names the ops themselves.
+RecomputeMode = Literal["none", "selective", "full", "offload"]
+Recompute = RecomputeMode | RecomputeList
 
 
 @dataclass(frozen=True)

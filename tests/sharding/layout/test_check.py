@@ -20,6 +20,7 @@ WORDS = LayoutWords(
     },
     {"up/linear": ("a", "n", "k")},
     ("blocks.0", "blocks.1"),
+    frozenset(("gelu", "linear")),
 )
 
 
@@ -57,6 +58,13 @@ def answer(text: str) -> str:
         ("same @x @y", 0, "tensor 'y'", ALL),
         ("recompute full @up*", 0, "repeated layer 'up*'", "blocks.0, blocks.1"),
         ("recompute full @block.1", 0, "repeated layer 'block.1'; did you mean 'blocks.1'?", "blocks.0, blocks.1"),
+        (
+            "recompute keep(linaer) @blocks.*",
+            15,
+            "op of repeated layers 'linaer'; did you mean 'linear'?",
+            "gelu, linear",
+        ),
+        ("recompute only(gelu, @up/gelu) @blocks.*", 21, "op 'up/gelu'", "up/linear"),
         (
             "param@up/lin* { d_ff -> tp }",
             0,

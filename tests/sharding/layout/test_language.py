@@ -14,6 +14,7 @@ from autopar.errors import LayoutError
 from autopar.mesh import Mesh, MeshAxis
 from autopar.names import RESERVED
 from autopar.sharding.layout.language import Layout, parse_layout, parse_rules, parse_strategy_call, print_layout
+from autopar.sharding.layout.recompute_ops import OpItem, RecomputeList
 from autopar.sharding.layout.source import SourceSpan
 from autopar.sharding.layout.syntax import (
     COLLECTIVES,
@@ -83,6 +84,13 @@ def rule(dims: str, *axes: str) -> DimRule:
         ("recompute selective @a.*", GatherStatement("recompute", "a.*", "selective")),
         ("recompute full @a.*", GatherStatement("recompute", "a.*", "full")),
         ("recompute offload @a.*", GatherStatement("recompute", "a.*", "offload")),
+        (
+            "recompute keep(linear every 2, @*.up/gelu) @a.*",
+            GatherStatement(
+                "recompute", "a.*", RecomputeList("keep", (OpItem("linear", every=2), OpItem("*.up/gelu", True)))
+            ),
+        ),
+        ("recompute only(gelu) @a", GatherStatement("recompute", "a", RecomputeList("only", (OpItem("gelu"),)))),
         ("same @a @b.*", Same("a", "b.*")),
         ("forbid all_reduce(act[d_model]) over tp", Guard("forbid", "all_reduce", Scope("act", ("d_model",)), ("tp",))),
         ("warn all_to_all(@a.*) over dp*ep", Guard("warn", "all_to_all", Scope(glob="a.*"), ("dp", "ep"))),
@@ -277,6 +285,10 @@ meshes = st.lists(
 ).map(Mesh)
 descriptions = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\r\n"), max_size=12)
 lets = st.builds(Let, names.map(lambda name: f"let_{name}"), products)
+op_items = st.builds(OpItem, names, st.just(False), st.integers(1, 9)) | st.builds(OpItem, globs, st.just(True))
+recompute_lists = st.builds(
+    RecomputeList, st.sampled_from(["keep", "only"]), st.lists(op_items, min_size=1, max_size=3).map(tuple)
+)
 others = st.one_of(
     dim_rules,
     st.builds(Block, st.lists(scopes, min_size=1, max_size=3).map(tuple), several_rules),
@@ -288,7 +300,12 @@ others = st.one_of(
     ),
     st.builds(OpPin, globs, st.lists(st.tuples(dims, products), min_size=1, max_size=3).map(tuple)),
     st.builds(GatherStatement, st.sampled_from(["keep", "regather"]), globs),
-    st.builds(GatherStatement, st.just("recompute"), globs, st.sampled_from(["none", "selective", "full", "offload"])),
+    st.builds(
+        GatherStatement,
+        st.just("recompute"),
+        globs,
+        st.sampled_from(["none", "selective", "full", "offload"]) | recompute_lists,
+    ),
     st.builds(Same, globs, globs),
     st.builds(Guard, st.sampled_from(["forbid", "warn"]), st.sampled_from(COLLECTIVES), scopes, products),
     st.builds(Limit, st.just("memory"), st.integers(1, 10**15)),
