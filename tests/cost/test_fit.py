@@ -31,6 +31,7 @@ from autopar.cost.compute.op_time import BACKWARD_PRODUCTS
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.cost.hardware.describe import links_of
 from autopar.cost.network import Network
+from autopar.cost.overlap import OverlapCost
 
 SIZES = [1024.0 * 2**i for i in range(15)]
 
@@ -51,6 +52,32 @@ def test_products(start: float, fill: int) -> None:
     assert fit.fill == fill
     assert fit.peak_flops == pytest.approx({"float32": 1e11, "bfloat16": 4e11}, rel=1e-3)
     assert fit.error == pytest.approx(0, abs=1e-6)
+
+
+def test_products_that_mostly_read() -> None:
+    shapes = [(n, k, n) for n in (64, 256, 1024) for k in (64, 256, 1024)] + [(32, 1024, 4096), (1024, 32, 4096)]
+    timed = tuple(
+        TimedProduct("float32", m, k, n, 10e-6 + 2 * m * n * (k + 2) / 1e11 + 1.5 * 4 * (m * k + k * n + m * n) / 2e10)
+        for m, k, n in shapes
+    )
+    fit = fit_products(timed, None, 2e10)
+    assert (fit.fill, fit.passes) == (2, pytest.approx(1.5, rel=0.02))
+    assert fit.error == pytest.approx(0, abs=1e-3)
+    assert fit.seconds("float32", 32, 1024, 4096) == pytest.approx(timed[-2].seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("fills_cores", [False, True])
+def test_ranks_on_all_cores_leave_none_to_communication(tmp_path: Path, fills_cores: bool) -> None:
+    sent = [ring("all_reduce", 4, size, 5e-6, 20e-6, 3e9, False) for size in SIZES]
+    found = replace(measurements(sent), fills_cores=fills_cores)
+    fit = replace(fit_products(found.products), passes=1.5)
+    path = tmp_path / "mine.toml"
+    path.write_text(cluster_text("mine", "Mine", found, fit, fit_collectives(sent), "2026-01-31", "a test"))
+    cluster = load_cluster(path)
+    # One second sent beside two of compute.
+    assert OverlapCost.of(cluster).seconds(1.0, 2.0) == (1.0 if fills_cores else 0.0)
+    assert cluster.device.matrix is not None
+    assert cluster.device.matrix.passes == 1.5
 
 
 def ring(

@@ -55,6 +55,11 @@ class TimedProduct:
     def flops(self) -> float:
         return 2.0 * self.rows * self.reduction * self.columns
 
+    @property
+    def bytes(self) -> float:
+        shape = MatmulShape(1, self.rows, self.columns, self.reduction)
+        return shape.bytes(getattr(torch, self.dtype).itemsize)
+
 
 @dataclass(frozen=True)
 class TimedChain:
@@ -96,6 +101,8 @@ class Measurements:
     lone_bytes_per_second: float | None = None
     # Share of a core that a rank has while all ranks compute.
     core_fraction: float = 1.0
+    # True where ranks compute on all cores: communication takes its time from them.
+    fills_cores: bool = False
     # Time of a small op in a training step: on the device if `own_host`, else on the host beside it.
     overhead_seconds: float = 0.0
     # True where the device launches its own ops, as a core of a CPU does.
@@ -126,14 +133,16 @@ class MultiplyFit:
     # Tiles and processors of a shipped device, used where they fit better than the plain formula.
     matrix: MatmulUnit | None = None
     stream_bytes_per_second: float = inf
+    # As those of `MatmulUnit`, without tiles.
+    passes: float = 0.0
 
     def seconds(self, dtype: str, rows: int, reduction: int, columns: int) -> float:
         """Return the predicted seconds of one product."""
+        product, size = MatmulShape(1, rows, columns, reduction), getattr(torch, dtype).itemsize
         if self.matrix is None:
-            flops = 2.0 * rows * reduction * columns
-            return self.start_seconds + flops * (reduction + self.fill) / reduction / self.peak_flops[dtype]
-        product = MatmulShape(1, rows, columns, reduction)
-        size = getattr(torch, dtype).itemsize
+            multiplying = product.flops * (reduction + self.fill) / reduction / self.peak_flops[dtype]
+            streaming = product.bytes(size) / self.stream_bytes_per_second
+            return self.start_seconds + max(multiplying + self.passes * streaming, streaming)
         return product_seconds(product, size, self.matrix, self.peak_flops[dtype], self.stream_bytes_per_second)
 
 
@@ -141,7 +150,7 @@ def fit_products(
     products: Sequence[TimedProduct], shipped: Device | None = None, stream_bytes_per_second: float = inf
 ) -> MultiplyFit:
     """Fit the time of matrix products, with the tiles of a shipped device where these fit better."""
-    plain = _fit_plain(products)
+    plain = _fit_plain(products, stream_bytes_per_second)
     if shipped is None or shipped.matrix is None:
         return plain
     tiled = _fit_tiled(products, plain, shipped, shipped.matrix, stream_bytes_per_second)
@@ -170,23 +179,26 @@ def _with_error(fit: MultiplyFit, products: Sequence[TimedProduct]) -> MultiplyF
     return replace(fit, error=_median_error(guess / seconds for guess, seconds in guesses))
 
 
-def _fit_plain(products: Sequence[TimedProduct]) -> MultiplyFit:
-    """Fit start and fill to the dtype with most measurements, then a peak to each dtype."""
+def _fit_plain(products: Sequence[TimedProduct], stream_bytes_per_second: float) -> MultiplyFit:
+    """Fit start, fill and passes to the dtype with most measurements, then a peak to each dtype."""
     dtypes = sorted({one.dtype for one in products}, key=lambda name: -sum(one.dtype == name for one in products))
     first = [one for one in products if one.dtype == dtypes[0]]
     seconds = np.array([one.seconds for one in first])
     flops, steps = _array(one.flops for one in first), _array(one.flops / one.reduction for one in first)
-    start, per_flop, per_step = _least_squares([np.ones(len(first)), flops, steps], seconds)
+    streaming = _array(one.bytes / stream_bytes_per_second for one in first)
+    terms = [np.ones(len(first)), flops, steps, *([streaming] if streaming.any() else [])]
+    start, per_flop, per_step, *passes = _least_squares(terms, seconds)
     # Too few products can leave no per-flop term, or no start: the fastest product then gives the peak.
     per_flop = per_flop or min(one.seconds / one.flops for one in first)
-    fill = max(1, round(per_step / per_flop))
+    fit = MultiplyFit(start, max(1, round(per_step / per_flop)), {}, 0.0, None, stream_bytes_per_second, sum(passes))
     peaks = {}
     for dtype in dtypes:
         mine = [one for one in products if one.dtype == dtype]
-        work = [one.flops * (one.reduction + fill) / one.reduction for one in mine]
-        spent = [max(one.seconds - start, one.seconds / 10) for one in mine]
+        work = [one.flops * (one.reduction + fit.fill) / one.reduction for one in mine]
+        others = [start + fit.passes * one.bytes / stream_bytes_per_second for one in mine]
+        spent = [max(one.seconds - other, one.seconds / 10) for one, other in zip(mine, others, strict=True)]
         peaks[dtype] = median(done / time for done, time in zip(work, spent, strict=True))
-    return _with_error(MultiplyFit(start, fill, peaks, 0.0), products)
+    return _with_error(replace(fit, peak_flops=peaks), products)
 
 
 def fit_sustained(fit: MultiplyFit, chain: TimedChain | None) -> float:

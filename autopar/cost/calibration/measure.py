@@ -111,6 +111,7 @@ def measure(budget: MeasuringBudget, tick: Tick) -> Measurements:
         place.nodes,
         place.ranks_per_node,
         core_fraction=1.0 / max(1.0, ranks_per_core(place)),
+        fills_cores=ranks_per_core(place) >= 1.0,
         own_host=place.on_cpu,
         processors=processors,
     )
@@ -156,7 +157,10 @@ def _launch(place: RankPlace, budget: MeasuringBudget) -> float:
 
 
 def _product_sizes(largest: int) -> Iterator[tuple[int, int, int]]:
-    """Yield rows, reduction and columns: square products, and some with one short side."""
+    """Yield rows, reduction and columns: square products, some with one short side, and two that mostly read and write.
+
+    The last two are a few rows by a matrix larger than the caches, and the gradient of that matrix.
+    """
     size = 64
     while size <= largest:
         yield size, size, size
@@ -164,6 +168,8 @@ def _product_sizes(largest: int) -> Iterator[tuple[int, int, int]]:
             yield size, size // 4, size
             yield size // 4, size, size
         size *= 2
+    for rows, reduction in ((32, largest), (largest, 32)):
+        yield rows, reduction, 4 * largest
 
 
 def _add_ops(place: RankPlace, budget: MeasuringBudget, tick: Tick, found: Measurements) -> Measurements:

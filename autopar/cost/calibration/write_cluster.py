@@ -149,6 +149,7 @@ def _plain_matrix(products: MultiplyFit, processors: int) -> list[str]:
         f"start = {_measured(products.start_seconds * 1e6, 'us')}",
         f'fill = "{products.fill} [measured]"',
         'split = "0 us [measured]"',
+        *([f'passes = "{products.passes:.3g} [measured]"'] if products.passes else []),
         "aligned = {}",
         "",
         "[[device.matrix.tile]]",
@@ -229,6 +230,9 @@ def _lone_speedup(measurements: Measurements, fits: Sequence[CollectiveFit]) -> 
 
 def _library(measurements: Measurements, fits: Sequence[CollectiveFit], shipped: Library | None) -> list[str]:
     lines = ["[library]", 'name = "as measured"'] if fits else []
+    if fits and measurements.fills_cores:
+        # All processors of the device: what is sent beside the compute makes it as much longer.
+        lines.append(f'processors = "{measurements.processors} [measured]"')
     # One process cannot measure how a collective loads the host and the processors of the device.
     if fits and shipped is not None:
         host = ", ".join(f"{kind} = {_inherited(spent * 1e6, 'us')}" for kind, spent in shipped.host_seconds.items())

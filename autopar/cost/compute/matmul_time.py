@@ -50,12 +50,13 @@ class MatmulUnit:
     tile: tuple[Tile, ...]
     # Share of the rate that is left for a product long enough to meet the limit of power.
     throttled_fraction: float = 1.0
+    # Passes over operands and result beside which nothing is multiplied: none on a GPU, one or two on a core of a CPU.
+    passes: float = 0.0
 
     # `product_seconds` is cached by its arguments, and a mapping has no hash.
     def __hash__(self) -> int:
-        return hash(
-            (self.processors, self.start_seconds, self.fill, self.split_seconds, self.tile, self.throttled_fraction)
-        )
+        shares = self.throttled_fraction, self.passes
+        return hash((self.processors, self.start_seconds, self.fill, self.split_seconds, self.tile, *shares))
 
     def at_speed(self, fraction: float) -> MatmulUnit:
         """Return the constants of a device at a fraction of its speed; the peak rate is no part of them."""
@@ -103,7 +104,7 @@ def product_seconds(
         for size, share in reached.items()
         for parts in REDUCTION_PARTS
     )
-    return matrix.start_seconds + max(best, streaming)
+    return matrix.start_seconds + max(best + matrix.passes * streaming, streaming)
 
 
 def _tile_seconds(
