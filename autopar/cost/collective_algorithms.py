@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from math import ceil, log2, prod
 from typing import TypeVar
 
+from autopar.cost.measured.tables import LibraryTables
+
 # Kinds of links that a library takes for others: it sees a connection between sites as one more network.
 LINK_LIKE = {"wan": "network"}
 
@@ -126,6 +128,8 @@ class Library:
     host_seconds: Mapping[str, float] = field(default_factory=dict)
     # Processors of a device that it occupies while it moves data.
     processors: int = 0
+    # Measured times, which the algorithms above are scaled to.
+    tables: LibraryTables = field(default_factory=LibraryTables)
 
 
 KINDS = (

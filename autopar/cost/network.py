@@ -9,14 +9,15 @@ and sends, but no larger than its buffers:
 
 The start of a piece is taken to occupy its sender for a quarter of a hop. Algorithms that run in rounds have C = 0. The
 price is the minimum over the algorithms that the library takes for a buffer of this size. The numbers are computed once
-for each kind and axes.
+for each kind and axes. Where a table of the library has measured times of a collective on these levels, the price is
+scaled to them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, inf, prod, sqrt
 from types import MappingProxyType
@@ -25,6 +26,8 @@ from autopar.cost.algorithm_registry import ALGORITHMS
 from autopar.cost.collective_algorithms import KINDS, Algorithm, LevelSpan, Phase, TopologyLevel, by_link
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.level_prices import cheapest_ways, seconds_by_level
+from autopar.cost.measured.interpolation import Place, Ratios, place
+from autopar.cost.measured.tables import CollectiveTable, LibraryTables
 from autopar.errors import ClusterError
 from autopar.mesh import SubMesh
 from autopar.names import did_you_mean
@@ -165,9 +168,13 @@ class Network:
         key = (kind, axes, buffer_bytes)
         found = self._seconds.get(key)
         if found is None:
-            curve = _fastest(self._undominated(kind, axes), buffer_bytes) if buffer_bytes else None
-            self._seconds[key] = 0.0 if curve is None else curve.seconds(buffer_bytes)
+            seconds = self._formula_seconds(kind, axes, buffer_bytes)
+            self._seconds[key] = seconds and seconds * self._measured_ratio(kind, axes, buffer_bytes)
         return self._seconds[key]
+
+    def _formula_seconds(self, kind: str, axes: tuple[str, ...], buffer_bytes: float) -> float:
+        curve = _fastest(self._undominated(kind, axes), buffer_bytes) if buffer_bytes else None
+        return 0.0 if curve is None else curve.seconds(buffer_bytes)
 
     def curves(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
         """Return the curves of all algorithms; none where nothing is sent."""
@@ -213,6 +220,28 @@ class Network:
                 f"for {kind} over {'*'.join(axes)}\nfix: add one to it (docs/costs.md)"
             )
         return found
+
+    # -- measured times
+
+    def is_measured(self, kind: str, axes: tuple[str, ...]) -> bool:
+        """Return whether measured times scale the price of a collective."""
+        return bool(self._measured(kind, axes))
+
+    def _measured_ratio(self, kind: str, axes: tuple[str, ...], buffer_bytes: float) -> float:
+        """Return the measured over the predicted time: by size in each measured group, then by the size of groups."""
+        curves = self._measured(kind, axes)
+        if not curves:
+            return 1.0
+        here = place(buffer_bytes)
+        units = place(*self._units(axes))
+        return Ratios.of([(where, curve.at(here), 1.0) for where, curve in curves]).at(units)
+
+    def _measured(self, kind: str, axes: tuple[str, ...]) -> tuple[tuple[Place, Ratios], ...]:
+        """Return the ratios of measured groups that join units of the same levels, by the numbers of units."""
+        table = self.cluster.library.tables.collectives
+        if table is None:
+            return ()
+        return _measured_curves(table, _Links(self.cluster), kind, tuple(count > 1 for count in self._units(axes)))
 
     # -- links
 
@@ -272,6 +301,48 @@ class Network:
         node = unit_size * level.units
         here = sorted({rank % node // unit_size for rank in self._ranks(axes) if rank // node == 0})
         return max(1, min(sum(int(level.wires[one][other]) for other in here) for one in here))
+
+
+@dataclass(frozen=True, eq=False)
+class _Links:
+    """Links and library of a cluster; equal for clusters that differ in neither."""
+
+    cluster: Cluster
+
+    def __hash__(self) -> int:
+        return hash(self.cluster.library.name)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Links):
+            return False
+        return (self.cluster.level, self.cluster.library) == (other.cluster.level, other.cluster.library)
+
+
+@lru_cache(maxsize=1024)
+def _measured_curves(
+    table: CollectiveTable, links: _Links, kind: str, spans: tuple[bool, ...]
+) -> tuple[tuple[Place, Ratios], ...]:
+    """Return the ratios by size of each measured group that spans some levels, with the place of its units."""
+    kind = "send" if kind == "halo_exchange" else kind
+    plain = replace(links.cluster, library=replace(links.cluster.library, tables=LibraryTables()))
+    groups: dict[tuple[int, ...], list[tuple[Place, float, float]]] = {}
+    for row in table.rows:
+        units = row.joined + (1,) * (len(spans) - len(row.joined))
+        if row.collective == kind and tuple(count > 1 for count in units) == spans:
+            predicted = _alone(plain, units, row.groups).library_seconds(kind, _names(units), float(row.bytes))
+            groups.setdefault(units, []).append((place(row.bytes), row.seconds, predicted))
+    return tuple((place(*units), Ratios.of(times)) for units, times in groups.items())
+
+
+def _names(units: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(f"level{i}" for i in reversed(range(len(units))))
+
+
+def _alone(cluster: Cluster, units: tuple[int, ...], groups: int) -> Network:
+    """Return the network of a mesh of equal groups, each of which joins some units of each level."""
+    sizes = {name: units[int(name.removeprefix("level"))] for name in _names(units)}
+    links = {f"level{i}": level.name for i, level in enumerate(cluster.level)}
+    return Network(cluster, SubMesh({"groups": groups, **sizes}), links)
 
 
 @lru_cache(maxsize=4096)

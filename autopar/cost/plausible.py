@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from autopar.cost.compute.expected_flops import expected_flops
-from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
+from autopar.cost.compute.matmul_time import MatmulShape
+from autopar.cost.compute.product_time import seconds_of_product
 from autopar.cost.compute.rates import peak_of
 from autopar.cost.evaluate import Costs, dtype_of_most
 from autopar.cost.hardware.cluster import Device
@@ -45,7 +46,7 @@ def _reached(graph: NamedGraph, device: Device, precision: Precision) -> float:
     product = MatmulShape(1, LARGE, LARGE, LARGE)
     rates = []
     for dtype in dtypes:
-        seconds = product_seconds(product, dtype.itemsize, device.matrix, peak_of(device, dtype), device.stream)
+        seconds = seconds_of_product(device, product, dtype)
         rates.append(product.flops / seconds * device.sustained_fraction)
     softmax = 1.0 + device.attention.softmax / HEAD_DIMS
     rates.append(device.attention.forward_fraction / softmax * peak_of(device, own) * device.sustained_fraction)

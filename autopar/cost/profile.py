@@ -14,8 +14,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from autopar.cost.compute.byte_time import seconds_of_bytes
 from autopar.cost.compute.fusion import fused
-from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, local_bytes, op_work, seconds_of_bytes
+from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, local_bytes, op_work
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.host_copies import LayerCopies, copies_by_op, layer_copies
 from autopar.cost.lowered_step import LoweredStep

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.cost.compute.op_time import seconds_of_bytes
+from autopar.cost.compute.byte_time import seconds_of_bytes
 from autopar.cost.network import Network
 from autopar.sharding.reshard.reshard import StepKind, StepSize
 

@@ -58,7 +58,7 @@ class RankKind:
 
     def alone(self, cluster: Cluster) -> Cluster:
         """Return the cluster as these ranks see it: all devices and links as theirs."""
-        return replace(cluster.with_device(self.device), level=self.level)
+        return cluster.with_device(self.device).with_links(self.level)
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def device_speeds(
     for name, device in devices.items():
         # Nothing is sent, so a cluster of any size will do.
         links = (replace(cluster.level[-1], units=None, wires=()),)
-        prices = TaskBuilder(graph, replace(cluster.with_device(device), level=links), axis)
+        prices = TaskBuilder(graph, cluster.with_device(device).with_links(links), axis)
         works = [prices.work(node, assignment) for node, assignment in assignments]
         ways = [way for work in works for way in (work.forward, work.backward)]
         busy, launched = sum(way.seconds for way in ways), sum(way.launches for way in ways) * prices.launch

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.cost.compute.attention_rates import attention_fractions
+from autopar.cost.compute.attention_time import attention_fractions
 from autopar.cost.hardware.cluster import load_device
 from benchmarks.published.metrics import Pair
 from benchmarks.published.readers.rows import Row, read_rows

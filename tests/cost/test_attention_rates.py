@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost.compute.attention_rates import attention_fractions
+from autopar.cost.compute.attention_time import attention_fractions
 from autopar.cost.hardware.cluster import AttentionRates, load_device
 from benchmarks.published import attention
 

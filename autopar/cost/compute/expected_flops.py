@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from autopar.cost.compute.op_time import BACKWARD_PRODUCTS
+from autopar.cost.compute.attention_time import BACKWARD_PRODUCTS
 from autopar.cost.compute.unmasked_scores import unmasked_share
 from autopar.ir.analysis.contractions import ATTENTIONS, RECURRENT, Contraction, contractions
 from autopar.ir.graph import NamedGraph

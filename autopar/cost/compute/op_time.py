@@ -16,9 +16,11 @@ from operator import add
 
 import torch
 
-from autopar.cost.compute.attention_rates import attention_fractions
+from autopar.cost.compute.attention_time import BACKWARD_PRODUCTS, AttentionShape, seconds_of_attention
+from autopar.cost.compute.byte_time import seconds_of_bytes
 from autopar.cost.compute.logit_bytes import logit_bytes
-from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
+from autopar.cost.compute.matmul_time import MatmulShape
+from autopar.cost.compute.product_time import seconds_of_product
 from autopar.cost.compute.rates import peak_of
 from autopar.cost.compute.ring_work import ring_extra
 from autopar.cost.compute.unmasked_scores import unmasked_share
@@ -43,8 +45,6 @@ from autopar.sharding.choices import Choice, Site
 from autopar.sharding.pipelining import PRODUCTS
 from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_excess
 
-# Backward over forward FLOPs of fused attention: five products, one of which recomputes the scores, over two.
-BACKWARD_PRODUCTS = 2.5
 # Kernels that cast one operand to float8: its largest number, the scale, the scaled tensor, the cast, the layout.
 FLOAT8_LAUNCHES = 10
 
@@ -146,13 +146,6 @@ def local_bytes(graph: NamedGraph, name: str, layout: Sharding, axes: SubMesh) -
     tensor = graph.tensors[name]
     atoms = atoms_of(tensor)
     return prod(layout.largest_sizes(atoms, axes)) * tensor.element_bytes * routing_excess(atoms.roles, layout)
-
-
-def seconds_of_bytes(count: float, device: Device, bytes_per_second: float | None = None) -> float:
-    """Return the seconds of an op that reads and writes `count` bytes; 0 without bytes."""
-    if not count:
-        return 0.0
-    return device.op_seconds + max(device.launch_seconds, count / (bytes_per_second or device.stream))
 
 
 def plain_name(op: str) -> str:
@@ -340,8 +333,8 @@ class _OpTimer:
         return OpWork(forward, backward, weights)
 
     def _product_work(self, product: MatmulShape, dtype: torch.dtype, peak: float) -> DirectionWork:
-        seconds = product_seconds(product, dtype.itemsize, self.device.matrix, peak, self.device.stream)
-        seconds = max(seconds / self.device.sustained_fraction, self.device.launch_seconds)
+        alone = seconds_of_product(self.device, product, dtype)
+        seconds = max(alone / self.device.sustained_fraction, self.device.launch_seconds)
         return DirectionWork(product.flops, product.bytes(dtype.itemsize), seconds, product.flops / peak, 1)
 
     def _casts(self, product: MatmulShape) -> DirectionWork:
@@ -399,21 +392,16 @@ class _OpTimer:
         ring = ring_extra(self.node, self.op_assignment.choice, self.axes)
         moved += sum(map(self._operand_bytes, (1, 2))) * ring.more_blocks
         merged = seconds_of_bytes(self._output_bytes(0) / self._dtype(0).itemsize * ring.merged_bytes, self.device)
-        rates = self.device.attention
-        peak = peak_of(self.device, self._dtype(0))
-        # The only wave of a small op leaves processors idle; from the second wave on all are busy.
-        blocks = heads * -(-sizes.get("s", 1) // rates.rows)
-        matrix = self.device.matrix
-        busy = min(1.0, blocks / matrix.processors) if matrix is not None and blocks else 1.0
+        dtype = self._dtype(0)
+        peak = peak_of(self.device, dtype)
+        queries = sizes.get("s", 1)
+        shape = AttentionShape(heads, queries, keys * share, width, share < 1, moved, ring.calls)
         works = []
-        forward, backward = attention_fractions(rates, width, keys * share, share < 1, ring.calls)
-        for times, reached in ((1.0, forward), (BACKWARD_PRODUCTS, backward)):
-            rate = peak * reached * self.device.sustained_fraction * busy
-            size = moved * times
-            seconds = max(times * flops / rate, seconds_of_bytes(size, self.device))
+        both = seconds_of_attention(self.device, shape, dtype)
+        for times, alone in zip((1.0, BACKWARD_PRODUCTS), both, strict=True):
             # A call of the kernel lasts a launch at least; merges are kernels of their own.
-            seconds = max(seconds, ring.calls * self.device.launch_seconds) + merged
-            works.append(DirectionWork(times * flops, size, seconds, times * flops / peak, ring.calls))
+            seconds = max(alone, ring.calls * self.device.launch_seconds) + merged
+            works.append(DirectionWork(times * flops, moved * times, seconds, times * flops / peak, ring.calls))
         return OpWork(works[0], works[1] if self._trained() else NO_WORK)
 
     def _recurrent(self) -> tuple[DirectionWork, DirectionWork]:

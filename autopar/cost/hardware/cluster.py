@@ -11,16 +11,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from autopar.cost.algorithm_registry import ALGORITHMS
-from autopar.cost.collective_algorithms import KINDS, LINK_LIKE, Library, TopologyLevel
+from autopar.cost.collective_algorithms import Library, TopologyLevel
 from autopar.cost.compute.matmul_time import MatmulUnit
+from autopar.cost.hardware.check_levels import check_levels, check_rates
 from autopar.cost.hardware.part_links import PartLinks, check_wires, own_level
 from autopar.cost.hardware.toml_reader import Document, Source, read_document
+from autopar.cost.measured.tables import DeviceTables, LibraryTables
 from autopar.errors import ClusterError
 from autopar.files import data_folder
 from autopar.names import did_you_mean
@@ -83,6 +83,8 @@ class Device:
     sustained_fraction: float = 1.0
     # Share of a core that a process of a CPU has while all of them compute. It has more while others wait.
     core_fraction: float = 1.0
+    # Measured times of products and attention, which the formulas above are scaled to.
+    tables: DeviceTables = field(default_factory=DeviceTables)
 
     @property
     def stream(self) -> float:
@@ -113,6 +115,7 @@ class Device:
             launch_seconds=self.launch_seconds / fraction,
             op_seconds=self.op_seconds / fraction,
             matrix=matrix,
+            tables=self.tables.slowed(1 / fraction),
             **rates,
         )
 
@@ -155,6 +158,8 @@ class Cluster:
     sources: Mapping[str, Source] = field(default_factory=dict, metadata={"key": False})
     # Quantities of the files that name no source.
     uncited: tuple[str, ...] = field(default=(), metadata={"key": False})
+    # Source of each other quantity, by its place: `device.memory`, `level.0.port`.
+    cited: Mapping[str, str] = field(default_factory=dict, metadata={"key": False})
     # None: all steps take equally long.
     jitter: Jitter | None = None
     # Measurements that prices on this cluster are compared with; empty for a file of a user.
@@ -173,6 +178,12 @@ class Cluster:
     def with_device(self, device: Device) -> Cluster:
         """Return the cluster with all devices of one kind."""
         return replace(self, device=device, part=())
+
+    def with_links(self, levels: tuple[TopologyLevel, ...]) -> Cluster:
+        """Return the cluster with other links; measured times of collectives do not hold on them."""
+        if levels == self.level:
+            return self
+        return replace(self, level=levels, library=replace(self.library, tables=LibraryTables()))
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -212,8 +223,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     ('H100 SXM5 80 GB', ['nvlink', 'network'])
     """
     path = cluster_path(name_or_path)
-    stamp = path.stat().st_mtime_ns if path.is_file() else 0
-    return _load(path, stamp)
+    files = _files_of(path, _stamp(path))
+    return _load(path, tuple(map(_stamp, files)))
 
 
 def shipped_for(device: str, memory_bytes: float) -> Cluster | None:
@@ -240,11 +251,22 @@ def load_device(name: str) -> Device:
     return document.read(Device, (), _without_sources(document))
 
 
+def _stamp(path: Path) -> int:
+    """Return when a file was written last; 0 without one."""
+    return path.stat().st_mtime_ns if path.is_file() else 0
+
+
 @lru_cache(maxsize=64)
-def _load(path: Path, stamp: int) -> Cluster:
+def _files_of(path: Path, stamp: int) -> tuple[Path, ...]:
+    """Return the file of a cluster and the tables that it names: where one of them is new, all is read again."""
+    return path, *read_document(path).table_files()
+
+
+@lru_cache(maxsize=64)
+def _load(path: Path, stamps: tuple[int, ...]) -> Cluster:
     document = read_document(path)
     sources = dict(document.sources())
-    uncited = list[str]()
+    uncited, cited = list[str](), dict[str, str]()
     table = _without_sources(document)
     device, device_file = _shared_part(document, "device", Device)
     library, library_file = _shared_part(document, "library", Library)
@@ -252,6 +274,7 @@ def _load(path: Path, stamp: int) -> Cluster:
         if shared is not document:
             sources |= {f"{key}-{name}": source for name, source in shared.sources().items()}
             uncited += [f"{key}.{name}" for name in shared.uncited]
+            cited |= {f"{key}.{name}": f"{key}-{source}" for name, source in shared.cited.items()}
     del table["device"], table["library"]
     described = table.pop("part", [])
     for key in table:
@@ -259,16 +282,17 @@ def _load(path: Path, stamp: int) -> Cluster:
             hint = did_you_mean(key, KEYS)
             document.fail((key,), f"unknown key '{key}'{hint}", f"the keys are {', '.join(KEYS)}")
     own = document.read(_OwnTables, (), table)
-    _check_levels(document, own.level, library)
+    check_levels(document, own.level, library)
     parts, shared_files = _read_parts(document, described, own.level, device)
     for i, shared in shared_files:
         name = shared.name.removesuffix(".toml")
         sources |= {f"{name}-{source}": found for source, found in shared.sources().items()}
         uncited += [f"part.{i}.device.{quantity}" for quantity in shared.uncited]
-    cited = MappingProxyType(sources)
+        cited |= {f"part.{i}.device.{quantity}": f"{name}-{source}" for quantity, source in shared.cited.items()}
     missing = (*uncited, *document.uncited)
-    tables = (own.name, own.description, device, own.level, library, parts, cited, missing)
-    return Cluster(*tables, jitter=own.jitter, checked=own.checked)
+    known = MappingProxyType(cited | document.cited)
+    tables = (own.name, own.description, device, own.level, library, parts, MappingProxyType(sources), missing, known)
+    return Cluster(*tables, own.jitter, own.checked)
 
 
 @dataclass(frozen=True)
@@ -373,15 +397,9 @@ def _part_links(
         if links.name in found:
             document.fail((*at, "name"), f"level '{links.name}' stands twice", "describe the links of a level once")
         found[links.name] = own_level(levels[names.index(links.name)], links)
-        _check_rates(document, found[links.name], at)
+        check_rates(document, found[links.name], at)
         check_wires(document, found[links.name], at)
     return tuple(found.values())
-
-
-def _check_rates(document: Document, level: TopologyLevel, place: tuple[str | int, ...]) -> None:
-    if level.rate_bytes_per_second > level.port_bytes_per_second:
-        message = "'achieved' is impossible: it is more than the port gives"
-        document.fail((*place, "achieved"), message, "give what is achieved of one port in one direction")
 
 
 def _check_parts(document: Document, parts: list[ClusterPart], levels: tuple[TopologyLevel, ...]) -> None:
@@ -401,48 +419,3 @@ def _check_parts(document: Document, parts: list[ClusterPart], levels: tuple[Top
             counts = " + ".join(str(one.units) for one in parts[: i + 1])
             message = f"the parts have more units than the level: {counts}, and '{level.name}' joins {level.units}"
             document.fail((*place, "units"), message, f"give parts of {level.units} units together, or fewer")
-
-
-def _check_levels(document: Document, levels: tuple[TopologyLevel, ...], library: Library) -> None:
-    """Check the rules that involve several values of a file."""
-    if not levels:
-        document.fail(("level",), "the cluster has no links", "describe them, the innermost first, as [[level]]")
-    _check_library(document, library)
-    links = sorted({link for algorithm in library.algorithm for link in algorithm.hop_seconds})
-    links += [link for link, like in LINK_LIKE.items() if like in links and link not in links]
-    hops = {"any"} | {name for algorithm in library.algorithm for name in algorithm.names}
-    seen: list[str] = []
-    for i, level in enumerate(levels):
-        place = ("level", i)
-        if level.name in seen:
-            document.fail((*place, "name"), f"two levels are called '{level.name}'", "give each level another name")
-        seen.append(level.name)
-        if level.units is None and i < len(levels) - 1:
-            document.fail(place, f"level '{level.name}' lacks 'units'", "only the outermost level joins any number")
-        _check_rates(document, level, place)
-        if level.link not in links:
-            message = f"library '{library.name}' knows no links of kind '{level.link}'{did_you_mean(level.link, links)}"
-            document.fail((*place, "link"), message, f"its kinds of links are {', '.join(links)}")
-        for name in level.hop_seconds:
-            if name not in hops:
-                message = f"library '{library.name}' has no '{name}'{did_you_mean(name, hops)}"
-                document.fail((*place, "hop"), message, f"name one of {', '.join(sorted(hops))}")
-        check_wires(document, level, place)
-
-
-def _check_library(document: Document, library: Library) -> None:
-    for i, algorithm in enumerate(library.algorithm):
-        place = ("library", "algorithm", i)
-        if algorithm.name not in ALGORITHMS:
-            message = f"there is no algorithm '{algorithm.name}'{did_you_mean(algorithm.name, ALGORITHMS)}"
-            document.fail((*place, "name"), message, f"the algorithms are {', '.join(ALGORITHMS)}")
-        if algorithm.most is not None and algorithm.most < algorithm.least:
-            message = f"'most' is impossible: it is less than {algorithm.least}, the least"
-            document.fail((*place, "most"), message, "give the smallest and the largest group that it is for")
-        if (algorithm.smallest_bytes or 0.0) > (algorithm.largest_bytes or inf):
-            message = "'largest' is impossible: it is less than 'smallest'"
-            document.fail((*place, "largest"), message, "give the smallest and the largest buffer that it is for")
-        for kind in algorithm.collectives:
-            if kind not in KINDS:
-                message = f"there is no collective '{kind}'{did_you_mean(kind, KINDS)}"
-                document.fail((*place, "collectives"), message, f"the collectives are {', '.join(KINDS)}")

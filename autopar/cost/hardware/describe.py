@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from autopar.cost.collective_algorithms import TopologyLevel
 from autopar.cost.hardware.cluster import Cluster, ClusterPart, Device, cluster_path, shared_path
 from autopar.cost.hardware.toml_reader import read_document
+from autopar.cost.measured.tables import DeviceTables, LibraryTables
 from autopar.cost.network import Network
 from autopar.mesh import SubMesh
 
@@ -18,6 +20,8 @@ from autopar.mesh import SubMesh
 SIZES = ((2**16, "64 KiB"), (2**20, "1 MiB"), (2**24, "16 MiB"), (2**28, "256 MiB"))
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 DEFAULT_RANKS = 4
+# Place of the algorithms of a library, whose many numbers are counted, not named.
+ALGORITHMS = "library.algorithm"
 # Nodes of the largest example.
 MOST_NODES = 16
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
@@ -73,7 +77,9 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
             for part in cluster.part
         ],
         "library": cluster.library.name,
+        "tables": list(_tables(cluster)),
         "sources": {name: {"text": one.text, "date": one.date} for name, one in sorted(cluster.sources.items())},
+        "sources_of_numbers": dict(cluster.cited),
     }
 
 
@@ -98,14 +104,53 @@ def describe(cluster: Cluster) -> str:
         *(f"  {'':9} {part.name}, links of {level.name}: {_links(level)}" for part, level in _part_levels(cluster)),
         *(f"  {'links' if i == 0 else '':9} {_level(cluster, i)}" for i in range(len(cluster.level))),
         f"  library   {cluster.library.name}: {', '.join(algorithms)}",
+        *(f"  {'measured' if i == 0 else '':9} {line}" for i, line in enumerate(_tables(cluster))),
         f"  checked   by {cluster.checked or 'nothing that the file names'}",
         "",
         *_prices(cluster),
         "",
         "  sources",
-        *(f"  {name}: {source.text} ({source.date})" for name, source in sorted(cluster.sources.items())),
+        *_sources(cluster),
     ]
     return "\n".join(lines)
+
+
+def _tables(cluster: Cluster) -> Iterator[str]:
+    """Yield a line for each table of measured times, which scale the prices of the formulas."""
+    found: list[tuple[str, DeviceTables | LibraryTables]] = [
+        ("device.tables", cluster.device.tables),
+        ("library.tables", cluster.library.tables),
+    ]
+    found += [(f"part.{i}.device.tables", part.device.tables) for i, part in enumerate(cluster.part)]
+    for place, tables in found:
+        for one in fields(tables):
+            table = getattr(tables, one.name)
+            if table is not None:
+                source = cluster.cited.get(f"{place}.{one.name}", "no source")
+                yield f"{one.name}: {len(table.rows)} rows of {table.file} [{source}]; else by the formula"
+
+
+def _sources(cluster: Cluster) -> Iterator[str]:
+    """Yield each source with the numbers that it gives, then those that have none."""
+    for name, source in sorted(cluster.sources.items()):
+        numbers = [place for place, cited in cluster.cited.items() if cited == name]
+        yield f"  {name}: {source.text} ({source.date})"
+        if numbers:
+            yield f"    gives {_grouped(numbers)}"
+    if cluster.uncited:
+        yield f"  without a source: {_grouped(cluster.uncited)}"
+
+
+def _grouped(places: Iterable[str]) -> str:
+    """Return places with equal beginnings together: `device.memory, .hbm; level.0.port`."""
+    groups: dict[str, list[str]] = {}
+    for one in places:
+        table, _, key = one.rpartition(".")
+        groups.setdefault(ALGORITHMS if one.startswith(ALGORITHMS) else table, []).append(key)
+    return "; ".join(
+        f"{table}: {len(keys)} numbers" if table == ALGORITHMS else f"{table}.{', .'.join(keys)}"
+        for table, keys in groups.items()
+    )
 
 
 def _host_lines(device: Device) -> Iterator[str]:
@@ -156,7 +201,12 @@ def _prices(cluster: Cluster) -> list[str]:
             network = Network(cluster, SubMesh({"outer": units, "inner": inside}))
             times = [network.seconds(kind, ("outer", "inner"), float(size)) for size, _ in SIZES]
             shape = f"{units} x {inside}" if units > 1 else str(inside)
-            lines.append(f"  {kind:15} {shape:>10}" + "".join(f"{_time(time):>12}" for time in times))
+            # The sign of prices that measured times scale.
+            mark = "*" if network.is_measured(kind, ("outer", "inner")) else " "
+            prices = "".join(f"{_time(time):>11}{mark}" for time in times).rstrip()
+            lines.append(f"  {kind:15} {shape:>10} {prices}")
+    if any(line.endswith("*") for line in lines):
+        lines.append("  * scaled to measured times")
     return lines
 
 
@@ -164,13 +214,13 @@ def standalone(name_or_path: str | Path) -> str:
     """Return the file of a cluster with its shared device and library written out in it."""
     path = cluster_path(name_or_path)
     document = read_document(path)
-    text = path.read_text(encoding="utf-8")
+    text = _with_whole_paths(path)
     sources: list[str] = []
     parts: list[str] = []
     for key in ("device", "library"):
         name = document.table.get(key)
         if isinstance(name, str):
-            shared = shared_path(key, name).read_text(encoding="utf-8")
+            shared = _with_whole_paths(shared_path(key, name))
             body, cited = _split(re.sub(r'\[([\w.-]+)\]"', rf'[{key}-\1]"', shared))
             text = re.sub(rf'^{key}\s*=\s*".*"[^\n]*\n', "", text, count=1, flags=re.MULTILINE)
             nested = re.sub(r"^(\[\[?)([\w.]+)(\]\]?)", rf"\1{key}.\2\3", body, flags=re.MULTILINE)
@@ -193,13 +243,18 @@ def _with_part_devices(text: str) -> tuple[str, list[str]]:
         if not block.startswith("[[part]]") or named is None:
             continue
         name = named[1]
-        shared, own = _split(
-            re.sub(r'\[([\w.-]+)\]"', rf'[{name}-\1]"', shared_path("device", name).read_text("utf-8"))
-        )
+        text = _with_whole_paths(shared_path("device", name))
+        shared, own = _split(re.sub(r'\[([\w.-]+)\]"', rf'[{name}-\1]"', text))
         nested = re.sub(r"(?m)^(\[\[?)([\w.]+)(\]\]?)", r"\1part.device.\2\3", shared)
         blocks[i] = f"{block.replace(named[0], '').rstrip()}\n\n[part.device]\n{nested.strip()}\n\n"
         sources |= dict.fromkeys(f"{name}-{line}" for line in own)
     return "\n".join([f"{''.join(blocks)}[sources]", *cited, ""]), list(sources)
+
+
+def _with_whole_paths(path: Path) -> str:
+    """Return the text of a file, with the tables of measurements that it names by paths that hold anywhere."""
+    text = path.read_text(encoding="utf-8")
+    return re.sub(r'"\s*([^"\[\]]+?\.csv)\s*(["\[])', lambda one: f'"{path.resolve().parent / one[1]} {one[2]}', text)
 
 
 def links_of(name_or_path: str | Path) -> tuple[list[str], list[str]]:

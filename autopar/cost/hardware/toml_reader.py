@@ -1,7 +1,8 @@
 """Read TOML files into frozen dataclasses, with the line of every error.
 
 The fields of a dataclass are the keys. A field of a quantity ends in its unit, its key does not: `memory_bytes` reads
-`memory = "80 GiB"`. A quantity is a number, a unit and optionally a source: `"600 GB/s"`, `"80 GiB [datasheet]"`.
+`memory = "80 GiB"`. A quantity is a number, a unit and optionally a source: `"600 GB/s"`, `"80 GiB [datasheet]"`. A
+table of measurements is a CSV file beside the TOML file, with its source: `"mine-products.csv [measured]"`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import math
 import re
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from autopar.cost.measured.tables import MeasuredTable
 from autopar.errors import ClusterError
 from autopar.names import did_you_mean
 
@@ -83,6 +85,7 @@ _FORM = re.compile(
     r"\s*(?P<number>[-+]?[0-9][0-9_]*(\.[0-9]+)?([eE][-+]?[0-9]+)?)\s*(?P<unit>[^\s\[\]]*)\s*(?P<rest>.*)"
 )
 _SOURCE = re.compile(r"\[\s*(?P<source>[\w.-]+)\s*\]\s*")
+_FILE = re.compile(r"\s*(?P<file>[^\[\]]+?\.csv)\s*(\[\s*(?P<source>[\w.-]+)\s*\]\s*)?")
 
 
 def parse_quantity(text: str, measure: Measure) -> Quantity | str:
@@ -122,8 +125,11 @@ class Document:
     lines: tuple[str, ...]
     table: dict[str, Any]
     places: dict[Place, int]
-    # Quantities without a source; `read` appends to it.
+    # Folder of the file, in which it names others.
+    folder: Path = Path()
+    # Quantities without a source, and the source of each other one; `read` adds to both.
     uncited: list[str] = field(default_factory=list)
+    cited: dict[str, str] = field(default_factory=dict)
 
     # -- errors
 
@@ -153,6 +159,10 @@ class Document:
             found[name] = Source(**texts)
         return MappingProxyType(found)
 
+    def table_files(self) -> tuple[Path, ...]:
+        """Return the CSV files that the file names, of which some may be missing."""
+        return tuple(self.folder / name for name in _table_files(self.table))
+
     def read(self, record: type[Record], path: Place, value: object) -> Record:
         """Read a table into the dataclass `record`."""
         table = self._table(path, value)
@@ -177,6 +187,8 @@ class Document:
         if get_origin(kind) in (Union, types.UnionType):
             (kind,) = (argument for argument in arguments if argument is not type(None))
             return self._value(kind, name, path, value)
+        if isinstance(kind, type) and issubclass(kind, MeasuredTable):
+            return self._measured(kind, path, value)
         if dataclasses.is_dataclass(kind):
             assert isinstance(kind, type), f"{name} is annotated with a value"
             return self.read(kind, path, value)
@@ -206,17 +218,30 @@ class Document:
         quantity = parse_quantity(value, measure)
         if isinstance(quantity, str):
             self.fail(path, quantity, f"as in {measure.example}")
-        if quantity.source is None:
-            self.uncited.append(".".join(map(str, path)))
-        elif quantity.source not in self.table.get("sources", {}):
-            known = self.table.get("sources", {})
-            hint = did_you_mean(quantity.source, known)
-            self.fail(path, f"there is no source '{quantity.source}'{hint}", SOURCE_FORM)
+        self._cite(path, quantity.source)
         if kind is int:
             if quantity.value != int(quantity.value):
                 self.fail(path, f"'{value}' is impossible: a count is a whole number", f"as in {measure.example}")
             return int(quantity.value)
         return quantity.value
+
+    def _measured(self, kind: type[Any], path: Place, value: object) -> Any:
+        """Read a table of measurements from the file that a value names."""
+        match = _FILE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            self.fail(path, f"'{_title(path)}' does not name a CSV file", f'as in {path[-1]} = "times.csv [measured]"')
+        self._cite(path, match["source"])
+        return kind.read(self.folder / match["file"])
+
+    def _cite(self, path: Place, source: str | None) -> None:
+        title = ".".join(map(str, path))
+        if source is None:
+            self.uncited.append(title)
+            return
+        known = self.table.get("sources", {})
+        if source not in known:
+            self.fail(path, f"there is no source '{source}'{did_you_mean(source, known)}", SOURCE_FORM)
+        self.cited[title] = source
 
     def _table(self, path: Place, value: object) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -234,7 +259,7 @@ def read_document(path: Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"{path} cannot be read: {error}\nfix: give a TOML file in UTF-8") from None
     lines = tuple(text.splitlines())
-    document = Document(path.name, lines, {}, _places(lines))
+    document = Document(path.name, lines, {}, _places(lines), path.parent)
     try:
         document.table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -243,6 +268,13 @@ def read_document(path: Path) -> Document:
         at = int(line[1]) if line else len(lines)
         document.fail_at(at, f"this is not TOML: {reason}", "see toml.io for how TOML is written")
     return document
+
+
+def _table_files(value: object) -> Iterator[str]:
+    if isinstance(value, str) and (match := _FILE.fullmatch(value)) is not None:
+        yield match["file"]
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _table_files(item)
 
 
 def _title(path: Place) -> str:

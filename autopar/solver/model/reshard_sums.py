@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from math import inf, prod
 from typing import NamedTuple
 
-from autopar.cost.compute.op_time import seconds_of_bytes
+from autopar.cost.compute.byte_time import seconds_of_bytes
 from autopar.ir.values import NamedTensor
 from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
 from autopar.sharding.options import sum_dtype

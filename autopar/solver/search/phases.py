@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.cost.compute.rates import peak_of
+from autopar.cost.compute.fastest_rate import fastest_flops_per_second
 from autopar.cost.evaluate import Costs
 from autopar.errors import AutoparWarning, LayoutError
 from autopar.sharding.assignment import StepPlan
@@ -71,7 +71,8 @@ class Incumbent:
         if self.costs is None:
             return 0.0
         device, tensors = self.setting.cluster.device, self.setting.graph.tensors.values()
-        rates = [peak_of(device, dtype) for dtype in {each.dtype for each in tensors if each.dtype.is_floating_point}]
+        dtypes = {each.dtype for each in tensors if each.dtype.is_floating_point}
+        rates = [fastest_flops_per_second(device, dtype) for dtype in dtypes]
         return self.costs.flops / self.setting.ranks / max(rates) if rates else 0.0
 
     def offer(self, origin: str, plan: StepPlan) -> Costs:

@@ -1,0 +1,14 @@
+"""Time of ops that read and write more than they compute."""
+
+from __future__ import annotations
+
+from autopar.cost.hardware.cluster import Device
+
+__all__ = ["seconds_of_bytes"]
+
+
+def seconds_of_bytes(count: float, device: Device, bytes_per_second: float | None = None) -> float:
+    """Return the seconds of an op that reads and writes `count` bytes; 0 without bytes."""
+    if not count:
+        return 0.0
+    return device.op_seconds + max(device.launch_seconds, count / (bytes_per_second or device.stream))

@@ -1,0 +1,1 @@
+"""Tables of measured times beside the formulas of a cluster file: reading, writing, interpolating."""
