@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from math import inf
@@ -27,6 +27,7 @@ __all__ = ["add_parser"]
 
 EXAMPLES = """examples:
   autopar calibrate --output mine.toml
+  autopar calibrate --tables --output mine.toml
   autopar calibrate --processes 8 --largest "4 MiB" --output mine.toml
   autopar calibrate --processes 1 --like h100 --output mine.toml
   torchrun --nproc-per-node 8 -m autopar calibrate --output mine.toml
@@ -52,6 +53,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--largest", metavar="SIZE", help=f"buffer ({GPU_LARGEST} on GPUs, {CPU_LARGEST} on CPUs)")
     parser.add_argument("--seconds", metavar="S", type=float, default=0.2, help="for each measurement (default: 0.2)")
     parser.add_argument("--like", metavar="CLUSTER", help="for one process: whose links and library to take")
+    parser.add_argument("--tables", action="store_true", help="measure tables of times too, and write them beside FILE")
     parser.add_argument("--times", metavar="CSV", type=Path, help="where to write every collective's time")
     parser.set_defaults(run=run)
 
@@ -100,7 +102,7 @@ def _alone(arguments: argparse.Namespace) -> None:
 
     links = links_of(arguments.like)
     on_gpu = _on_gpu()
-    budget = MeasuringBudget(0, 8192 if on_gpu else 1024, arguments.seconds)
+    budget = MeasuringBudget(0, 8192 if on_gpu else 1024, arguments.seconds, arguments.tables)
     with _progress(steps_of(budget, 1, 1), True) as tick:
         found = measure(budget, tick)
     _write(arguments, found, budget, f"links of {arguments.like}", links)
@@ -147,7 +149,7 @@ def _rank(arguments: argparse.Namespace, largest: int | None, meeting: Path | No
         join_local_group(meeting, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), backend)
     try:
         size = largest or _bytes(GPU_LARGEST if on_gpu else CPU_LARGEST)
-        budget = MeasuringBudget(size, 8192 if on_gpu else 1024, arguments.seconds)
+        budget = MeasuringBudget(size, 8192 if on_gpu else 1024, arguments.seconds, arguments.tables)
         ranks, inside = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         first = dist.get_rank() == 0
         with _progress(steps_of(budget, ranks, inside), first) as tick:
@@ -184,9 +186,9 @@ def _write(
 ) -> None:
     import torch
 
-    from autopar.cost.calibration.fit import fit_collectives, fit_products, prediction_errors
+    from autopar.cost.calibration.fit import fit_collectives, fit_products
     from autopar.cost.calibration.write_cluster import cluster_text, times_table
-    from autopar.cost.hardware.cluster import load_cluster, shipped_for
+    from autopar.cost.hardware.cluster import shipped_for
 
     shipped = None if found.own_host else shipped_for(found.device, found.memory_bytes)
     device = None if shipped is None else shipped.device
@@ -199,17 +201,47 @@ def _write(
     nodes = f"{found.nodes} nodes with " if found.nodes > 1 else ""
     where = f" on {os.cpu_count()} cores" if found.device.startswith("CPU") else ""
     description = f"Measured: {nodes}{found.ranks_per_node} × {found.device}{where}, {backend}"
-    text = cluster_text(name, description, found, products, fits, date.today().isoformat(), how, links, shipped)
+    tables = _write_tables(arguments.output, found) if arguments.tables else {}
+    text = cluster_text(name, description, found, products, fits, date.today().isoformat(), how, links, shipped, tables)
     write_text(arguments.output, text)
     if arguments.times is not None:
         write_text(arguments.times, times_table(found.collectives))
-    errors_by_kind = prediction_errors(load_cluster(arguments.output), found)
     if shipped is not None:
         print(f"what cannot be measured is as in {shipped.name}: [inherited] in the file")
-    print(f"wrote {arguments.output}\n\nmedian |error| of the file's prices")
-    print(f"  {'':16} {'fitted':>8} {'not fitted':>11}")
-    print(f"  {'products':16} {products.error:>8.0%} {'':>11}")
-    for kind, (inside, outside) in errors_by_kind.items():
-        shown = ["" if error is None else f"{error:.0%}" for error in (inside, outside)]
-        print(f"  {kind:16} {shown[0]:>8} {shown[1]:>11}")
+    print("\n".join(f"wrote {path}" for path in (arguments.output, *tables.values())))
+    _print_errors(arguments.output, found)
+
+
+def _write_tables(output: Path, found: Measurements) -> dict[str, str]:
+    """Write the tables of measured times beside a cluster file; return their names by their place in it."""
+    from autopar.cost.calibration.measured_tables import measured_rows
+    from autopar.cost.measured.tables import table_text
+
+    files = {}
+    places = ("device.tables.products", "device.tables.attention", "library.tables.collectives")
+    tables: tuple[Sequence[Any], ...] = measured_rows(found)
+    for place, rows in zip(places, tables, strict=True):
+        if rows:
+            path = output.with_name(f"{output.stem}-{place.rpartition('.')[2]}.csv")
+            write_text(path, table_text(rows))
+            files[place] = path.name
+    return files
+
+
+def _print_errors(output: Path, found: Measurements) -> None:
+    """Print the errors of the formulas, and those of tables without the measurements that were left out of the fit."""
+    from autopar.cost.calibration.measured_tables import errors_of, measured_rows, with_tables, without_tables
+    from autopar.cost.hardware.cluster import load_cluster
+
+    cluster = load_cluster(output)
+    formulas = errors_of(without_tables(cluster), found)
+    has_tables = cluster.device.tables.products is not None
+    tables = errors_of(with_tables(cluster, measured_rows(found, fitted_only=True)), found) if has_tables else {}
+    print("\nmedian |error| of the file's prices")
+    print(f"  {'':16} {'fitted':>8} {'not fitted':>11}" + (f" {'by tables':>10}" if has_tables else ""))
+    for kind, (inside, outside) in formulas.items():
+        errors = [inside, outside, *([tables[kind][1]] if has_tables else [])]
+        shown = ["" if error is None else f"{error:.0%}" for error in errors]
+        line = f"  {kind:16} {shown[0]:>8} {shown[1]:>11}" + "".join(f" {one:>10}" for one in shown[2:])
+        print(line.rstrip())
     sys.stdout.flush()

@@ -24,8 +24,8 @@ from autopar.cost.calibration.fit import (
 from autopar.cost.calibration.measure import MeasuringBudget, RankPlace
 from autopar.cost.calibration.op_trials import TRIALS, TimedAttention, TimedOp, attention_trials
 from autopar.cost.calibration.write_cluster import cluster_text
+from autopar.cost.compute.attention_time import BACKWARD_PRODUCTS
 from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
-from autopar.cost.compute.op_time import BACKWARD_PRODUCTS
 from autopar.cost.hardware.cluster import Device, load_cluster, load_device, shipped_for
 from autopar.cost.hardware.describe import links_of
 from autopar.errors import AutoparError

@@ -27,7 +27,7 @@ from autopar.cost.calibration.fit import (
 )
 from autopar.cost.calibration.op_trials import TRIALS, OpTrial, TimedAttention, TimedOp, time_op
 from autopar.cost.calibration.write_cluster import cluster_text, times_table
-from autopar.cost.compute.op_time import BACKWARD_PRODUCTS
+from autopar.cost.compute.attention_time import BACKWARD_PRODUCTS
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.cost.hardware.describe import links_of
 from autopar.cost.network import Network

@@ -27,6 +27,8 @@ from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
 from autopar.cost.network import Curve, Network
 from autopar.mesh import SubMesh
 
+# Median relative errors of the measurements that were fitted and of those left out; None where there are none.
+Errors = tuple[float | None, float | None]
 # Algorithms that a library may run for each collective; the first is taken where measurements cannot tell.
 CANDIDATES: Mapping[str, tuple[str, ...]] = {
     "all_reduce": ("ring", "halving_doubling", "double_binary_tree"),
@@ -50,6 +52,8 @@ class TimedProduct:
     reduction: int
     columns: int
     seconds: float
+    # Excluded from the fit.
+    left_out: bool = False
 
     @property
     def flops(self) -> float:
@@ -150,6 +154,7 @@ def fit_products(
     products: Sequence[TimedProduct], shipped: Device | None = None, stream_bytes_per_second: float = inf
 ) -> MultiplyFit:
     """Fit the time of matrix products, with the tiles of a shipped device where these fit better."""
+    products = [one for one in products if not one.left_out]
     plain = _fit_plain(products, stream_bytes_per_second)
     if shipped is None or shipped.matrix is None:
         return plain
@@ -212,6 +217,7 @@ def fit_attention(
     attentions: Sequence[TimedAttention], peak_flops: Mapping[str, float], shipped: AttentionRates | None = None
 ) -> AttentionRates | None:
     """Fit the share of the peak that fused attention reaches; `rows` comes from the shipped device."""
+    attentions = [one for one in attentions if not one.left_out]
     if not attentions:
         return None
 
@@ -385,9 +391,9 @@ def _median_error(ratios: Iterable[float]) -> float:
     return median(abs(ratio - 1) for ratio in ratios)
 
 
-def prediction_errors(cluster: Cluster, measurements: Measurements) -> dict[str, tuple[float | None, float | None]]:
+def prediction_errors(cluster: Cluster, measurements: Measurements) -> dict[str, Errors]:
     """Return the median relative error of each collective: on fitted measurements, on those left out."""
-    found: dict[str, tuple[float | None, float | None]] = {}
+    found: dict[str, Errors] = {}
     for kind in dict.fromkeys(one.kind for one in measurements.collectives):
         errors: dict[bool, list[float]] = {False: [], True: []}
         for one in measurements.collectives:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import mean, median
 
 import torch
@@ -22,7 +23,9 @@ from autopar.cost.calibration.op_trials import (
     NUMEL_CPU,
     NUMEL_GPU,
     TRIALS,
+    AttentionTrial,
     attention_trials,
+    more_attention_trials,
     overhead_seconds,
     time_attention,
     time_op,
@@ -47,6 +50,13 @@ class MeasuringBudget:
     largest_bytes: int
     largest_product: int
     seconds_each: float
+    # Measure grids of products and attentions for tables.
+    tables: bool = False
+
+    @property
+    def short(self) -> MeasuringBudget:
+        """Return the budget of measurements of which there are many."""
+        return replace(self, seconds_each=self.seconds_each / 4)
 
 
 @dataclass(frozen=True)
@@ -94,13 +104,14 @@ def measure(budget: MeasuringBudget, tick: Tick) -> Measurements:
     stream = 3 * size / own_seconds(place, budget, partial(torch.add, one, other))
     products = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16 if place.on_gpu else torch.float64):
-        for rows, reduction, columns in _product_sizes(budget.largest_product):
+        for (rows, reduction, columns), left_out in product_sizes(budget.largest_product, budget.tables).items():
             tick(f"product {rows} x {reduction} x {columns} in {_name(dtype)}")
             # Random values: constant bits draw less power, and a GPU at its power limit would run faster on them.
             left = torch.randn(rows, reduction, device=place.device).to(dtype)
             right = torch.randn(reduction, columns, device=place.device).to(dtype)
-            seconds = own_seconds(place, budget, partial(torch.matmul, left, right))
-            products.append(TimedProduct(_name(dtype), rows, reduction, columns, seconds))
+            each = budget.short if budget.tables else budget
+            seconds = own_seconds(place, each, partial(torch.matmul, left, right))
+            products.append(TimedProduct(_name(dtype), rows, reduction, columns, seconds, left_out))
     found = Measurements(
         name,
         memory,
@@ -120,7 +131,7 @@ def measure(budget: MeasuringBudget, tick: Tick) -> Measurements:
         return found
     collectives = []
     for level, ranks, group in _groups(place):
-        for size, left_out in _buffer_sizes(budget.largest_bytes):
+        for size, left_out in buffer_sizes(budget.largest_bytes):
             tick(f"collectives of {size} bytes by {ranks}")
             calls = {kind: _collective_call(kind, group, size, place.device) for kind in CANDIDATES}
             for kind, seconds in collective_seconds(place, budget, calls).items():
@@ -133,9 +144,9 @@ def measure(budget: MeasuringBudget, tick: Tick) -> Measurements:
 def steps_of(budget: MeasuringBudget, ranks: int, ranks_per_node: int) -> int:
     """Return about how often `measure` calls `tick`."""
     groups = len(_group_sizes(ranks_per_node)) + len(_group_sizes(ranks // ranks_per_node))
-    products = 3 * len(list(_product_sizes(budget.largest_product)))
-    alone = 5 + len(TRIALS) + len(attention_trials("cuda" if torch.cuda.is_available() else "cpu"))
-    return alone + products + groups * len(list(_buffer_sizes(budget.largest_bytes)))
+    products = 3 * len(product_sizes(budget.largest_product, budget.tables))
+    alone = 5 + len(TRIALS) + len(_attentions("cuda" if torch.cuda.is_available() else "cpu", budget.tables))
+    return alone + products + groups * len(list(buffer_sizes(budget.largest_bytes)))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -156,25 +167,34 @@ def _launch(place: RankPlace, budget: MeasuringBudget) -> float:
     return own_seconds(place, budget, run) / count
 
 
-def _product_sizes(largest: int) -> Iterator[tuple[int, int, int]]:
-    """Yield rows, reduction and columns: square products, some with one short side, and two that mostly read and write.
+def product_sizes(largest: int, tables: bool) -> dict[tuple[int, int, int], bool]:
+    """Return rows, reduction and columns of products, and whether each is left out of the fit.
 
-    The last two are a few rows by a matrix larger than the caches, and the gradient of that matrix.
+    Square products, some with one short side, and two that mostly read and write: a few rows by a matrix larger than
+    the caches, and the gradient of that matrix. For tables also a grid, every other one of which is left out.
     """
-    size = 64
-    while size <= largest:
-        yield size, size, size
+    sizes = [64 << i for i in range(max(0, largest // 64).bit_length())]
+    found = {}
+    for size in sizes:
+        found[size, size, size] = False
         if size >= 4 * 64:
-            yield size, size // 4, size
-            yield size // 4, size, size
-        size *= 2
+            found[size, size // 4, size] = found[size // 4, size, size] = False
     for rows, reduction in ((32, largest), (largest, 32)):
-        yield rows, reduction, 4 * largest
+        found[rows, reduction, 4 * largest] = False
+    if tables:
+        for (i, rows), (j, reduction), (k, columns) in product(enumerate(sizes), repeat=3):
+            found.setdefault((rows, reduction, columns), (i + j + k) % 2 == 1)
+    return found
+
+
+def _attentions(device_type: str, tables: bool) -> tuple[AttentionTrial, ...]:
+    """Return the attentions to time: with few sizes, or with a grid of which they are a part."""
+    return more_attention_trials(device_type) if tables else attention_trials(device_type)
 
 
 def _add_ops(place: RankPlace, budget: MeasuringBudget, tick: Tick, found: Measurements) -> Measurements:
     """Return the measurements with times of single ops, attention and a chain of layers."""
-    seconds = partial(own_seconds, place, replace(budget, seconds_each=budget.seconds_each / 4))
+    seconds = partial(own_seconds, place, budget.short)
     tick("a small op")
     overhead = overhead_seconds(place.device, seconds)
     ops = []
@@ -182,7 +202,7 @@ def _add_ops(place: RankPlace, budget: MeasuringBudget, tick: Tick, found: Measu
         tick(trial.name)
         ops.append(time_op(trial, NUMEL_CPU if place.on_cpu else NUMEL_GPU, place.device, seconds))
     attentions = []
-    for attention in attention_trials(place.device.type):
+    for attention in _attentions(place.device.type, budget.tables):
         tick("attention")
         attentions.append(time_attention(attention, place.device, seconds))
     tick("layers")
@@ -233,7 +253,7 @@ def _own_group(place: RankPlace, groups: list[list[int]]) -> dist.ProcessGroup:
     return own[0]
 
 
-def _buffer_sizes(largest: int) -> Iterator[tuple[int, bool]]:
+def buffer_sizes(largest: int) -> Iterator[tuple[int, bool]]:
     """Yield buffer bytes, doubling; the flag leaves every other size out of the fit."""
     size, left_out = SMALLEST_BYTES, False
     while size <= largest:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.cost.compute.op_time import BACKWARD_PRODUCTS, op_work, plain_name
+from autopar.cost.compute.attention_time import BACKWARD_PRODUCTS
+from autopar.cost.compute.op_time import op_work, plain_name
 from autopar.cost.hardware.cluster import Device
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import choose_layout
@@ -157,6 +158,11 @@ class TimedAttention:
     flops: float
     dtype: str = "float32"
     head_dim: int = 64
+    heads: int = 1
+    # Queries of a head, and its keys.
+    rows: int = 1
+    # Excluded from the fit.
+    left_out: bool = False
 
     def flops_per_second(self, backward: bool) -> float:
         if backward:
@@ -173,6 +179,7 @@ class AttentionTrial:
     heads: int
     head_dim: int
     dtype: torch.dtype
+    left_out: bool = False
 
 
 def attention_trials(device_type: str) -> tuple[AttentionTrial, ...]:
@@ -191,6 +198,19 @@ def attention_trials(device_type: str) -> tuple[AttentionTrial, ...]:
     )
 
 
+def more_attention_trials(device_type: str) -> tuple[AttentionTrial, ...]:
+    """Return a grid of sizes for a table; every other one is left out of the fit."""
+    on_cpu = device_type == "cpu"
+    heads, dtype = (4, torch.float32) if on_cpu else (32, torch.float16)
+    lengths = (64, 128, 256, 512, 1024) if on_cpu else (512, 1024, 2048, 4096, 8192, 16384)
+    return tuple(
+        AttentionTrial(causal, rows, heads, head_dim, dtype, left_out=(i + j) % 2 == 1)
+        for causal in (False, True)
+        for j, head_dim in enumerate((32, 64, 128) if on_cpu else (64, 128))
+        for i, rows in enumerate(lengths)
+    )
+
+
 def time_attention(trial: AttentionTrial, device: torch.device, seconds: Timer) -> TimedAttention:
     """Time fused attention, forward and backward."""
     rows, width = trial.rows, trial.head_dim
@@ -201,4 +221,6 @@ def time_attention(trial: AttentionTrial, device: torch.device, seconds: Timer) 
     backward = seconds(_backward(run(), [q, k, v]))
     share = (rows + 1) / (2 * rows) if trial.causal else 1.0
     flops = 4.0 * trial.heads * rows * rows * width * share
-    return TimedAttention(trial.causal, forward, backward, flops, str(trial.dtype).removeprefix("torch."), width)
+    dtype = str(trial.dtype).removeprefix("torch.")
+    sizes = (width, trial.heads, rows)
+    return TimedAttention(trial.causal, forward, backward, flops, dtype, *sizes, trial.left_out)

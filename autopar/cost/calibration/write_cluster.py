@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from autopar.cost.calibration.fit import (
     CollectiveFit,
@@ -21,6 +22,8 @@ from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
 NO_FILL = "1 B"
 # Link names of level 0 (inside nodes) and level 1 (across nodes).
 LINKS = ("inside", "across")
+# A cluster file without measured tables.
+NO_TABLES: Mapping[str, str] = MappingProxyType({})
 
 
 def cluster_text(
@@ -33,10 +36,12 @@ def cluster_text(
     how: str,
     links: tuple[Sequence[str], Sequence[str]] = ((), ()),
     shipped: Cluster | None = None,
+    tables: Mapping[str, str] = NO_TABLES,
 ) -> str:
     """Return a cluster file for `load_cluster`; constants without a measurement come from the shipped cluster.
 
-    One process measures no links: `links` are then the lines and sources of another file.
+    One process measures no links: `links` are then the lines and sources of another file. `tables` are the names of CSV
+    files, by the place of a table in the cluster file.
     """
     inherited = []
     note = []
@@ -50,8 +55,10 @@ def cluster_text(
         "",
         *note,
         *_device(measurements, products, None if shipped is None else shipped.device),
+        *_tables("device.tables", tables),
         *_levels(measurements, fits),
         *_library(measurements, fits, None if shipped is None else shipped.library),
+        *_tables("library.tables", tables),
         *links[0],
         "[sources]",
         *links[1],
@@ -68,6 +75,12 @@ def times_table(collectives: Sequence[TimedCollective]) -> str:
         fitted = "no" if one.left_out else "yes"
         lines.append(f"{one.kind},{LINKS[one.level]},{one.ranks},{one.buffer_bytes:.0f},{one.seconds:.6g},{fitted}")
     return "\n".join(lines) + "\n"
+
+
+def _tables(table: str, files: Mapping[str, str]) -> list[str]:
+    own = [(place.rpartition("."), file) for place, file in files.items()]
+    lines = [f'{key} = "{file} [measured]"' for (folder, _, key), file in own if folder == table]
+    return [f"[{table}]", *lines, ""] if lines else []
 
 
 def _quoted(text: str) -> str:
