@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -27,9 +27,11 @@ from autopar.plans.to_layout import retarget
 from autopar.plans.unequal import with_speeds
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.contracts import check_contracts
+from autopar.sharding.layout.fold_statement import FoldStatement
 from autopar.sharding.layout.language import Layout, parse_layout
+from autopar.sharding.layout.pieces_statement import PiecesStatement
 from autopar.sharding.layout.resolve import resolve
-from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin
+from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Limit, MicroBatches, OpenMicroBatches, Pin
 from autopar.sharding.level_sums import LevelSum, LevelSums
 from autopar.sharding.options import Outputs
 from autopar.sharding.propagation import propagate
@@ -37,9 +39,13 @@ from autopar.sharding.replicas import split_replicas
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.shares import check_whole_inputs
 from autopar.sharding.time_slice import step_plan
+from autopar.tracing.part_of_model import named_part, stored_dims
 from autopar.tracing.trace import Exporter, named_graph
 
-__all__ = ["LayoutPlanner", "PlanFilePlanner", "SearchPlanner", "has_holes"]
+__all__ = ["LayoutPlanner", "PartPlanner", "PlanFilePlanner", "SearchPlanner", "has_holes"]
+
+# Statements about calls of the whole model.
+OF_WHOLE_CALLS = (MicroBatches, OpenMicroBatches, PiecesStatement, FoldStatement, Guard, Limit)
 
 
 def has_holes(layout: Layout) -> bool:
@@ -109,20 +115,13 @@ class LayoutPlanner:
         return float(properties.total_memory)
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
-        check_whole_inputs(self.layout)
-        return {name: self._whole(graph.tensors[name]) for name in graph.inputs}
+        return _whole_shapes(graph, self.layout, self.axes)
 
-    def _whole(self, tensor: NamedTensor) -> tuple[int, ...]:
-        """Return the whole shape of an input, given the shape of one rank's shard."""
-        # Resolve the rules on a tensor that all axes divide: the sizes of the shard must not close a split.
-        scale = prod(self.axes.values())
-        atoms = tuple(atom._replace(size=atom.size * scale if atom.names else atom.size) for atom in tensor.atoms)
-        sizes = [prod(atom.size for atom in atoms if atom.dim == dim) for dim in range(len(tensor.shape))]
-        wanted = resolve(self.layout, replace(tensor, atoms=atoms, shape=tuple(sizes)), "input", self.axes)
-        shape = list(tensor.shape)
-        for atom, axes in zip(atoms, wanted, strict=True):
-            shape[atom.dim] *= prod(self.axes[axis] for axis in axes or ())
-        return tuple(shape)
+    def of_parts(self, graph: NamedGraph) -> PartPlanner:
+        layout = self.layout
+        if self.request.cluster is not None:
+            layout = with_speeds(graph, layout, self.axes, self.request.cluster_value(), {})
+        return PartPlanner(_in_parts(layout), self.axes, stored_dims(graph), self)
 
     def facts(self) -> Mapping[str, str]:
         lines = enumerate(str(self.layout).splitlines(), start=1)
@@ -130,6 +129,79 @@ class LayoutPlanner:
         cluster = "none" if self._network is None else self._network.cluster
         prices = f"{getattr(cluster, 'name', cluster)} {crc32(repr(cluster).encode())}"
         return {**found, "dims": str(dict(self.dims or {})), "mesh": str(dict(self.axes)), "cluster": prices}
+
+
+def _whole_shapes(graph: NamedGraph, layout: Layout, axes: SubMesh) -> dict[str, tuple[int, ...]]:
+    """Return the whole shapes of inputs, given the graph of one rank's shards."""
+    check_whole_inputs(layout)
+    return {name: _whole_shape(graph.tensors[name], layout, axes) for name in graph.inputs}
+
+
+def _whole_shape(tensor: NamedTensor, layout: Layout, axes: SubMesh) -> tuple[int, ...]:
+    # Resolve the rules on a tensor that all axes divide: the sizes of the shard must not close a split.
+    scale = prod(axes.values())
+    atoms = tuple(atom._replace(size=atom.size * scale if atom.names else atom.size) for atom in tensor.atoms)
+    sizes = [prod(atom.size for atom in atoms if atom.dim == dim) for dim in range(len(tensor.shape))]
+    wanted = resolve(layout, replace(tensor, atoms=atoms, shape=tuple(sizes)), "input", axes)
+    shape = list(tensor.shape)
+    for atom, split in zip(atoms, wanted, strict=True):
+        shape[atom.dim] *= prod(axes[axis] for axis in split or ())
+    return tuple(shape)
+
+
+@dataclass(frozen=True)
+class PartPlanner:
+    """Planner of calls of parts of a model, `module.encoder(x)`, by the layout of the whole model.
+
+    Statements about tensors and ops that a part lacks do not count. Micro-batches, and pieces of the loss, are of calls
+    of the whole model.
+    """
+
+    layout: Layout
+    axes: SubMesh
+    # Dims of the parameters and buffers in the graph of the whole model.
+    known: Mapping[str, str]
+    whole: LayoutPlanner | PlanFilePlanner
+
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], export: Exporter) -> NamedGraph:
+        return named_part(model, inputs, self.known, export)
+
+    def decide(self, graph: NamedGraph) -> Assignment | str:
+        return retarget(graph, self.layout, self.axes)
+
+    def read(self, graph: NamedGraph, text: str) -> tuple[NamedGraph, Assignment]:
+        raise AssertionError("a layout is completed by the first rank")
+
+    def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
+        """Check nothing: guards and limits of a layout speak of the whole model."""
+
+    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        return _whole_shapes(graph, self.layout, self.axes)
+
+    def level_sums(self, axes: tuple[str, ...]) -> Iterable[LevelSum]:
+        return self.whole.level_sums(axes)
+
+    def facts(self) -> Mapping[str, str]:
+        return self.whole.facts()
+
+    def of_parts(self, graph: NamedGraph) -> PartPlanner:
+        return self
+
+
+def _in_parts(layout: Layout) -> Layout:
+    """Return the statements of a layout that hold for calls of parts of the model."""
+    if layout.pipeline is not None:
+        raise AutoparError(
+            "a part of a module with stages cannot be called: its layers are on different ranks\n"
+            "fix: call the whole module; or use a layout without a pipeline"
+        )
+    if layout.capacity is not None:
+        raise AutoparError(
+            "a part of a module under 'capacity' cannot be called: it would keep the rows that the whole model drops\n"
+            "fix: call the whole module; or use a layout without a capacity"
+        )
+    kept = (one for one in layout.statements if not isinstance(one, OF_WHOLE_CALLS))
+    return replace(layout, statements=tuple(kept))
 
 
 @dataclass
@@ -200,6 +272,10 @@ class PlanFilePlanner:
         found = {f"line {number} of the plan": line for number, line in lines}
         return {**found, "dims": str(dict(self.dims or {})), "mesh": str(dict(self.mesh.whole))}
 
+    def of_parts(self, graph: NamedGraph) -> PartPlanner:
+        layout, axes = self._layout()
+        return PartPlanner(_in_parts(layout), axes, stored_dims(graph), self)
+
 
 @dataclass
 class SearchPlanner:
@@ -249,6 +325,10 @@ class SearchPlanner:
             "local_inputs=True needs a plan: the shardings of the inputs are unknown before planning\n"
             "fix: plan = autopar.plan(model, mesh, whole_inputs, local_inputs=True), then parallelize(..., layout=plan)"
         )
+
+    def of_parts(self, graph: NamedGraph) -> PartPlanner:
+        assert self.found is not None, "the whole model has a plan"
+        return self.found.of_parts(graph)
 
     def facts(self) -> Mapping[str, str]:
         found = {"layout": str(self.layout), "request": str(self.request)}

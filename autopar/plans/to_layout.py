@@ -33,10 +33,12 @@ from autopar.sharding.layout.syntax import (
     Pin,
     PinState,
     Recompute,
+    Same,
     Scope,
     SplitTerm,
     Statement,
     TensorPattern,
+    tensor_globs,
 )
 from autopar.sharding.op_pins import words_of
 from autopar.sharding.propagation import PropagationCache, propagate, propagate_partly
@@ -294,11 +296,10 @@ def _known(statement: Statement, words: LayoutWords) -> Iterator[Statement]:
     elif isinstance(statement, OpPin):
         if _any(statement.glob, words.ops):
             yield replace(statement, uneven=tuple(factor for factor, _ in statement.choice))
-    elif (
-        not isinstance(statement, GatherStatement)
-        or statement.action == "recompute"
-        or _any(statement.glob, words.of_kind(None))
-    ):
+    elif isinstance(statement, GatherStatement):
+        if _any(statement.glob, words.layers if statement.action == "recompute" else words.of_kind(None)):
+            yield statement
+    elif not isinstance(statement, Same) or all(_any(glob, words.of_kind(None)) for glob in tensor_globs(statement)):
         yield statement
 
 

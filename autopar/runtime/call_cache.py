@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.ir.call_arguments import bind, flatten_arguments, signature_of
-from autopar.ir.exported import autocast_state
+from autopar.ir.call_arguments import bind, flatten_arguments
+from autopar.ir.exported import Exported, autocast_state
 from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Flattened
-from autopar.lowering.collectives.checksum import checksum, checksum_of_all, digest, kind_of
+from autopar.lowering.collectives.checksum import checksum, checksum_of_all, digest
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emit import emit
 from autopar.lowering.emitted import Emitted
@@ -27,17 +27,21 @@ from autopar.runtime import agreement as fixes
 from autopar.runtime.agreement import Agreement, PendingCheck, graph_facts
 from autopar.runtime.call_outputs import with_plain
 from autopar.runtime.call_planner import Planner
+from autopar.runtime.called_module import CalledModule, check_part, part_of, with_whole
+from autopar.runtime.check_inputs import PlacementsError, check_devices, check_values, held_shards, is_sharded
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
 from autopar.runtime.first_rank import FirstRank
 from autopar.runtime.kept_calls import KeptCalls, SizeOptions
+from autopar.runtime.module_shell import ClosedModule
 from autopar.runtime.random_keys import RandomKeys, kept_generators
-from autopar.runtime.shards import LocalShard, ShardOwner, held_by
+from autopar.runtime.shards import ShardOwner
 from autopar.runtime.sync.replica_group import ReplicaSetting
 from autopar.runtime.torch_wrappers import check_not_captured
 from autopar.runtime.weights import Weights
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.options import TrainingOptions
+from autopar.tracing.part_of_model import called_at, of_used
 from autopar.tracing.sized_exports import SizedExports
 
 __all__ = ["CallCache", "Disagreement"]
@@ -55,7 +59,7 @@ class CallCache:
 
     def __init__(
         self,
-        shell: nn.Module,
+        shell: ClosedModule,
         model: nn.Module,
         mesh: DeviceMesh,
         planner: Planner,
@@ -82,9 +86,13 @@ class CallCache:
         self.randomness = RandomKeys(self.agreement, self.device, 0 if replica is None else replica.group.index)
         self.weights = Weights(shell, model, self.device, options.precision, self.forget)
         self.synchronisation = GradientSync()
-        self.signature = signature_of(self.weights.skeleton)
+        self.called = {"": CalledModule.whole_of(self.weights.skeleton, planner)}
+        # Calls of parts whose DTensors have other placements than the layout gives them: they are gathered.
+        self.gathered: set[Any] = set()
         self.kept = KeptCalls(sizes)
         self.latest: CompiledCall | None = None
+        # Graph of the latest call of the whole model that was planned.
+        self.whole_graph: NamedGraph | None = None
         self.compiler: Callable[[nn.Module], nn.Module] | None = None
         self.pending: PendingCheck | None = None
         # Counts calls, for FIRST_CALLS and LATER_CALLS.
@@ -118,15 +126,16 @@ class CallCache:
     def forget(self) -> None:
         """Trace calls anew, as an attribute of the model was set; parameters keep their sharding."""
         self.kept = KeptCalls(self.kept.options)
+        self.called, self.gathered = {"": self.called[""]}, set()
 
     # -- find the compiled call of a call -----------------------------------------------------------------------------
 
     def prepare(self, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
         """Trace and plan a call with these example inputs, which may be on the meta device."""
-        arguments = bind(self.signature, self.weights.owner, inputs)
+        arguments = bind(self.called[""].signature, self.weights.owner, inputs)
         flat = flatten_arguments(arguments, self.weights.owner)
-        given = self.everyone.together(lambda: self._given(self._of_replica(flat)))
-        self.everyone.together(lambda: self._check_devices(given, "meta"))
+        given = self.everyone.together(lambda: self._given(self._of_replica(flat), ""))
+        self.everyone.together(lambda: check_devices(given, self.device, self.weights.owner, "meta"))
         self.agreement.same(given.facts(), fixes.SAME_CALL)
         self._plan(given)
 
@@ -140,10 +149,11 @@ class CallCache:
         }
         # Only shapes and dtypes matter here; zeros have the same checksum on all ranks.
         flat = Flattened(tuple(tensors.values()), tuple(tensors), graph.exported.input_tree, ())
-        self._plan(self._given(flat))
+        self._plan(self._given(flat, ""))
 
-    def _given(self, flat: Flattened) -> CallSignature:
-        return CallSignature(self.signature, flat, *self.weights.state(), torch.is_grad_enabled(), autocast_state())
+    def _given(self, flat: Flattened, part: str) -> CallSignature:
+        signature, state = self.called[part].signature, self.weights.state()
+        return CallSignature(signature, flat, *state, torch.is_grad_enabled(), autocast_state(), part)
 
     def _of_replica(self, flat: Flattened) -> Flattened:
         """Return the inputs of this replica: its rows of a global batch."""
@@ -153,28 +163,36 @@ class CallCache:
             return flat
 
         def trace_whole() -> NamedGraph:
-            given = self._given(flat)
+            given = self._given(flat, "")
             with kept_generators(self.device):
                 return self._graph(given, None, self.kept.exports(given)[1])
 
         return self.batch.cut(flat, trace_whole)
 
-    def _check_devices(self, given: CallSignature, *others: str) -> None:
-        """Raise if an input, except a scalar on the host, is on another device than this rank's."""
-        for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
-            at = tensor.device
-            if at != self.device and at.type not in others and (tensor.ndim > 0 or at.type != "cpu"):
-                raise AutoparError(
-                    f"the input {path} is on {at}, and this rank of {self.weights.owner} runs on {self.device}\n"
-                    f'fix: give it as {path}.to("{self.device}"), or give parallelize the model and inputs on {at}'
-                )
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str) -> CallSignature:
+        """Return the signature of a call of the model, or of a part of it."""
+        if part not in self.called:
+            whole = self.called[""]
+            self.called[part] = part_of(whole, self.weights.skeleton, part, self.whole_graph)
+        called = self.called[part]
+        flat = CallSignature.read(called.signature, called.owner, args, kwargs)
+        if not part:
+            given = self._given(self._of_replica(flat if self.options.local_inputs else with_plain(flat)), "")
+        else:
+            check_part(called, self.options, torch.is_grad_enabled(), self.replica is not None)
+            given = self._given(with_plain(flat), part)
+            if given.key in self.gathered:
+                given = self._given(with_whole(flat), part)
+        check_devices(given, self.device, called.owner)
+        return given
 
     def find(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], later: bool = False, differ: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "", later: bool = False, differ: bool = False
     ) -> tuple[CompiledCall, CallSignature]:
         """Return the compiled call and the signature; all ranks make the same call, or all raise.
 
         Parameters:
+            part: path of the module that is called; empty for the whole model.
             later: compare ranks during the forward. The numbers exchanged before the graph then carry `sign`, or the
                 caller calls `check` before the first collective.
             differ: this is the second attempt of a call in which the ranks were found to differ.
@@ -182,9 +200,7 @@ class CallCache:
         # A rank must not raise alone: the others would wait for it in the comparison. Errors are kept until then.
         own: AutoparError | None = None
         try:
-            flat = CallSignature.read(self.signature, self.weights.owner, args, kwargs)
-            given = self._given(self._of_replica(flat if self.options.local_inputs else with_plain(flat)))
-            self._check_devices(given)
+            given = self._read(args, kwargs, part)
         except AutoparError as error:
             own, given = error, None
         plan = None
@@ -214,7 +230,7 @@ class CallCache:
                 self._check_whole(given)
                 # Ranks may differ only in their caches, so all of them plan, also those with a plan.
                 with kept_generators(self.device):
-                    plan = self._plan(given)
+                    plan, given = self._plan_as_given(given)
         assert given is not None, "else its error was raised"
         assert plan is not None, "found or made"
         self.weights.check_set()
@@ -290,29 +306,43 @@ class CallCache:
 
     # -- make a compiled call -----------------------------------------------------------------------------------------
 
+    def _plan_as_given(self, given: CallSignature) -> tuple[CompiledCall, CallSignature]:
+        """Plan a call; gather the DTensors of a part that are not sharded as it takes them."""
+        try:
+            return self._plan(given), given
+        except PlacementsError:
+            if not given.part:
+                raise
+        self.gathered.add(given.key)
+        found = self._given(with_whole(given.flat), given.part)
+        return self._plan(found), found
+
     def _plan(self, given: CallSignature) -> CompiledCall:
         """Trace, plan and emit a call; a phase that fails on one rank raises on all."""
-        agreement = self.agreement
+        agreement, planner = self.agreement, self.called[given.part].planner
         traced = agreement.together(lambda: self._trace(given))
         agreement.same(graph_facts(traced), fixes.SAME_GRAPH)
         # A search with a time limit may end with different plans, so one rank searches, also for other replicas.
         first = agreement if self.weights.shells else self.everyone
-        decided, found = first.decided_by_first(lambda: (traced.fingerprint, self.planner.decide(traced)))
+        decided, found = first.decided_by_first(lambda: (traced.fingerprint, planner.decide(traced)))
         if first is not agreement and not isinstance(found, str):
             # A replica with other rows completes the layout for them.
             is_other = decided != traced.fingerprint
-            found = first.together(lambda: self.planner.decide(traced) if is_other else found)
+            found = first.together(lambda: planner.decide(traced) if is_other else found)
         if isinstance(found, str):
-            graph, assignment = agreement.together(lambda: self.planner.read(traced, found))
+            graph, assignment = agreement.together(lambda: planner.read(traced, found))
         else:
             graph, assignment = traced, found
-        held = agreement.together(lambda: self._held(graph, assignment, given))
-        self._check_values(given, held)
-        local = self.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
-        emitted = agreement.together(lambda: self._emit(graph, assignment, local, with_ends=agreement.size > 1))
+        stored, rows = self.weights.stored, self.options.local_inputs
+        held = agreement.together(lambda: held_shards(graph, assignment, given, self.rank, stored, rows))
+        check_values(given, held, agreement, self.rank, rows)
+        local = rows or is_sharded(given)
+        emitted = agreement.together(
+            lambda: self._emit(planner, graph, assignment, local, with_ends=agreement.size > 1)
+        )
         # Ranks with an empty shard may have other ends. Without ends all ranks send the same.
         if len({row[0] for row in agreement.numbers(digest(emitted.ends.outline))}) > 1:
-            emitted = agreement.together(lambda: self._emit(graph, assignment, local, with_ends=False))
+            emitted = agreement.together(lambda: self._emit(planner, graph, assignment, local, with_ends=False))
         if not self.weights.shells:
             self.weights.build(held, self.first_rank)
         plan = CompiledCall(
@@ -323,9 +353,13 @@ class CallCache:
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
         self.kept.keep(given, plan)
         self.latest = plan
+        if not given.part:
+            self.whole_graph = graph
         return plan
 
-    def _emit(self, graph: NamedGraph, assignment: Assignment, local: bool, with_ends: bool) -> Emitted:
+    def _emit(
+        self, planner: Planner, graph: NamedGraph, assignment: Assignment, local: bool, with_ends: bool
+    ) -> Emitted:
         for mutation in graph.exported.mutations:
             if mutation.kind == "input" and local:
                 raise AutoparError(
@@ -333,9 +367,9 @@ class CallCache:
                     "fix: give plain tensors, and local_inputs=False"
                 )
         parameters, outputs = self._parameters(graph, assignment), self.options.outputs
-        self.groups.level_sums = self.planner.level_sums
+        self.groups.level_sums = planner.level_sums
         emitted = emit(graph, assignment, self.groups, outputs, local, parameters, with_ends=with_ends)
-        self.planner.check(graph, assignment, emitted.inserted)
+        planner.check(graph, assignment, emitted.inserted)
         return emitted
 
     def _parameters(self, graph: NamedGraph, assignment: Assignment) -> BucketedParameters:
@@ -360,7 +394,8 @@ class CallCache:
     def _trace(self, given: CallSignature) -> NamedGraph:
         """Trace the call with whole inputs, also if this rank has shards of them."""
         sharded = [isinstance(tensor, DTensor) for tensor in given.tensors]
-        if any(sharded) and (self.options.local_inputs or not all(sharded)):
+        rows = self.options.local_inputs and not (given.part and any(sharded))
+        if any(sharded) and (rows or not all(sharded)):
             raise AutoparError(
                 "wrong kinds of inputs: expected DTensors alone or none, got both, or DTensors with local_inputs=True\n"
                 "fix: give all tensors as DTensors, or none; DTensors need no local_inputs=True"
@@ -368,8 +403,8 @@ class CallCache:
         exports, whole = self.kept.exports(given)
         graph = self._graph(given, None, exports)
         # The first trace names the dims of the shards; the layout then gives the global shapes of a second trace.
-        if self.options.local_inputs:
-            shapes = self.planner.whole_shapes(graph)
+        if rows:
+            shapes = self.called[given.part].planner.whole_shapes(graph)
             graph = self._graph(given, shapes, whole)
         return graph
 
@@ -377,63 +412,16 @@ class CallCache:
         self, given: CallSignature, shapes: Mapping[str, tuple[int, ...]] | None, exports: SizedExports
     ) -> NamedGraph:
         model = self.weights.traceable(given.training, given.trained, given.dtypes)
-        return self.planner.trace(model, given.example(shapes, self.options.precision.compute_dtype), exports.export)
+        inputs = given.example(shapes, self.options.precision.compute_dtype)
 
-    def _held(self, graph: NamedGraph, assignment: Assignment, given: CallSignature) -> dict[str, LocalShard]:
-        """Return the shards of all parameters and inputs; raise if the call does not provide them."""
-        held = held_by(graph, assignment, self.rank)
-        # Parameters are split once, by the plan of the first call.
-        for name, place in self.weights.stored.items():
-            if not held[name].has_pieces_of(place):
-                raise AutoparError(
-                    f"this call needs another sharding of the parameter {name}: expected {place.place_text}, that of "
-                    f"the first call, got {held[name].place_text}\nfix: name its dims with dims=, so that all calls "
-                    "agree on them; in a pipeline name the cuts, as in 'cut pp before @blocks.2'"
-                )
-        for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
-            place = held[path]
-            if isinstance(tensor, DTensor):
-                if tensor.device_mesh != self.rank.mesh or tensor.placements != place.placements:
-                    raise AutoparError(
-                        f"wrong placements of the DTensor {path}: expected {place.placements} on {self.rank.mesh}, "
-                        f"got {tensor.placements} on {tensor.device_mesh}\n"
-                        "fix: redistribute it, or give the whole tensor"
-                    )
-            elif self.options.local_inputs and tuple(tensor.shape) != place.local_shape:
-                raise AutoparError(
-                    f"wrong shard of {path} under local_inputs=True: expected {list(place.local_shape)}, "
-                    f"got {kind_of(tensor)}\n"
-                    "fix: give every rank a shard of the same shape, as the layout splits the input; without "
-                    "local_inputs=True every rank gives the whole input"
-                )
-        return held
+        def export(*call: Any) -> Exported:
+            # A later call, as one of the decoder with the results of the encoder, may use some of the parameters.
+            return of_used(exports.export(*call)) if self.weights.shells else exports.export(*call)
 
-    def _check_values(self, given: CallSignature, held: Mapping[str, LocalShard]) -> None:
-        """Raise unless ranks that share a piece of an input have the same values of it."""
-        if self.agreement.size == 1:
-            return
-        sums: dict[str, tuple[tuple[int, ...], int]] = {}
-        for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
-            whole = not self.options.local_inputs and not isinstance(tensor, DTensor)
-            axes = () if whole else tuple(axis for split in held[path].layout.splits for axis in split)
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            sums[path] = tuple(self.rank.at[axis] for axis in axes), checksum(local)
+        with called_at(model, given.part):
+            return self.called[given.part].planner.trace(model, inputs, export)
 
-        parts = self.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
-
-        def fix(path: str) -> str:
-            if not parts:
-                return fixes.LOCAL
-            split = [axis for axes in held[path].layout.splits for axis in axes]
-            replicated = [axis for axis in self.rank.axes if axis not in split]
-            return (
-                f"ranks along the axes {', '.join(replicated)} work on the same data: give them the same tensor; "
-                "index, count = module.batch_shard() are the replica and the number of replicas of a sampler"
-            )
-
-        self.agreement.same_values(sums, fix)
-
-    def copied(self, shell: nn.Module, memo: dict[int, Any]) -> CallCache:
+    def copied(self, shell: ClosedModule, memo: dict[int, Any]) -> CallCache:
         """Return an empty cache for another module, with copied weights and the same groups."""
         # Compiled calls refer to the tables of their module, so they cannot be shared.
         made = copy.copy(self)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from autopar.errors import AutoparError
 from autopar.ir.pytree import Flattened
 
-__all__ = ["ShardedOutput", "averaged", "with_plain"]
+__all__ = ["ShardedOutput", "averaged", "whole", "with_plain"]
 
 # Reads by Python and numpy, for which a shard would be another value.
 _READS = frozenset(
@@ -112,6 +112,11 @@ def with_plain(flat: Flattened) -> Flattened:
     if sharded in (0, len(flat.tensors)):
         return flat
     return replace(flat, tensors=tuple(map(_as_plain, flat.tensors)))
+
+
+def whole(given: DTensor) -> Tensor:
+    """Return the whole tensor of a DTensor; all ranks communicate, once for an output."""
+    return given._whole() if isinstance(given, ShardedOutput) else given.full_tensor()
 
 
 def _as_plain(given: Tensor) -> Tensor:

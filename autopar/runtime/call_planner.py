@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.level_sums import LevelSum
@@ -46,6 +47,10 @@ class Planner(Protocol):
         """Return the planner's own inputs as text: all ranks must have the same."""
         ...
 
+    def of_parts(self, graph: NamedGraph) -> Planner:
+        """Return the planner of calls of parts of the model, given the graph of a call of the whole model."""
+        ...
+
 
 @dataclass(frozen=True)
 class FixedInputs:
@@ -74,3 +79,9 @@ class FixedInputs:
 
     def facts(self) -> Mapping[str, str]:
         return {}
+
+    def of_parts(self, graph: NamedGraph) -> Planner:
+        raise AutoparError(
+            "this module runs one traced graph: a part of it cannot be called\n"
+            "fix: autopar.parallelize(model, mesh, inputs, layout=...), which traces calls of parts"
+        )

@@ -52,6 +52,8 @@ class CallSignature:
     dtypes: tuple[torch.dtype, ...]
     grad_enabled: bool
     autocast: tuple[Autocast, ...]
+    # Path of the module that is called; empty for the whole model.
+    part: str = ""
 
     @classmethod
     def read(cls, signature: inspect.Signature, owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flattened:
@@ -67,7 +69,7 @@ class CallSignature:
 
         # Other arguments may have no hash; `structure` compares them.
         kinds = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, sharded(tensor)) for tensor in self.tensors)
-        return kinds, self.training, self.trained, self.dtypes, self.grad_enabled, self.autocast
+        return kinds, self.training, self.trained, self.dtypes, self.grad_enabled, self.autocast, self.part
 
     @property
     def key_without_sizes(self) -> tuple[Any, ...]:
@@ -86,7 +88,8 @@ class CallSignature:
 
     def facts(self) -> dict[str, str]:
         """Return the values that all ranks must share, as text."""
-        found = {"structure of the inputs": outline(self.structure)}
+        found = {"module that is called": self.part or "the whole model"}
+        found["structure of the inputs"] = outline(self.structure)
         for path, tensor in zip(self.flat.paths, self.tensors, strict=True):
             placements = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
             found[f"shape of {path}"] = kind_of(tensor) + placements + (" with gradient" * tensor.requires_grad)

@@ -160,22 +160,29 @@ class ParallelModule(ClosedModule, metaclass=ModelClass):
 
     # If Dynamo gives up on `forward`, it compiles the functions that `forward` calls; on torch 2.11 with wrong results.
     @_untraced
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Any:
         """Run a call eagerly; the ranks compare it during the forward, before its first collective."""
         try:
-            plan, given, values = self._begin(args, kwargs)
+            plan, given, values = self._begin(args, kwargs, part)
             outputs = plan.graph_module(*values)
             self._plans.check()
         except Disagreement:
             # No rank has sent anything of this call, so all begin it again: one may trace it, or all raise one error.
-            plan, given, values = self._begin(args, kwargs, differ=True)
+            plan, given, values = self._begin(args, kwargs, part, differ=True)
             outputs = plan.graph_module(*values)
         return self._end(plan, given, outputs)
 
+    def call_part(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        latest = self._plans.latest  # `graph`, `code` and the like are of calls of the whole model
+        try:
+            return self._call(args, kwargs, path)
+        finally:
+            self._plans.latest = latest
+
     def _begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], differ: bool = False, compiled: bool = False
+        self, args: Any, kwargs: dict[str, Any], part: str = "", differ: bool = False, compiled: bool = False
     ) -> tuple[CompiledCall, CallSignature, list[Tensor]]:
-        plan, given = self._plans.find(args, kwargs, later=not differ, differ=differ)
+        plan, given = self._plans.find(args, kwargs, part, later=not differ, differ=differ)
         values = plan.values(given, compiled)
         if plan.emitted.draws:
             values.append(self._plans.randomness.key(plan.emitted.draws))

@@ -49,6 +49,10 @@ class ClosedModule(AlreadyParallel):
             self._refuse(f"it cannot take the parameter {name!r}")
         super().register_parameter(name, param)
 
+    def call_part(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a part of the model."""
+        raise AssertionError("a parallel module has parts")
+
     def apply(self, fn: Callable[[nn.Module], None]) -> NoReturn:
         self._refuse(
             "apply would find no nn.Linear or other module of the model in it",
@@ -65,26 +69,27 @@ class ModuleShell(ClosedModule):
     # The module of the skeleton that this shell stands for. Not in the tables of modules: it has no weights.
     _part: nn.Module | None = None
     _changed: Callable[[], None]
+    _call: Callable[..., Any]
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._kind = kind
 
-    def stand_for(self, part: nn.Module, changed: Callable[[], None]) -> None:
-        """Offer the attributes and methods of a module of the skeleton; `changed` runs when one was set."""
-        self.__dict__.update(_part=part, _changed=changed)
+    def stand_for(self, part: nn.Module, changed: Callable[[], None], call: Callable[..., Any]) -> None:
+        """Offer attributes, methods and calls of a module of the skeleton; `changed` runs when one was set."""
+        self.__dict__.update(_part=part, _changed=changed, _call=call)
 
     @property
-    def forward(self) -> Callable[..., NoReturn]:  # type: ignore[override]
-        """Return a function that raises; it has the signature of the model's module, which hosts read."""
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """Return a function with the signature of the model's module, which runs the graph of this part."""
+        assert self._part is not None, "the shells have been built"
+        call = self._call
 
-        def refused(*args: Any, **kwargs: Any) -> NoReturn:
-            fix = "call the parallel module, or keep the original model for what only a part of it does"
-            raise AutoparError(NOT_CALLED.format(name=self._kind, what="it cannot be called by itself", fix=fix))
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
 
-        if self._part is not None:
-            refused.__signature__ = inspect.signature(self._part.forward)  # type: ignore[attr-defined]
-        return refused
+        run.__signature__ = inspect.signature(self._part.forward)  # type: ignore[attr-defined]
+        return run
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise AutoparError(NOT_CALLED.format(name=self._kind, what="this hook would never run", fix=HOOK_FIX))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +17,7 @@ from autopar.ir.precision import Precision
 from autopar.lowering.collectives.checksum import checksum, kind_of
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.first_rank import FirstRank
-from autopar.runtime.module_shell import ModuleShell, canonical_names, mirror, owner_of
+from autopar.runtime.module_shell import ClosedModule, ModuleShell, canonical_names, mirror, owner_of
 from autopar.runtime.shards import LocalShard, check_full, initialise, load_full, placed, split, stored_in
 from autopar.tracing.skeleton import hollow, match_dtypes
 
@@ -36,7 +37,7 @@ class Weights:
 
     def __init__(
         self,
-        shell: nn.Module,
+        shell: ClosedModule,
         model: nn.Module,
         device: torch.device,
         precision: Precision,
@@ -166,7 +167,7 @@ class Weights:
         self.has_values = True
         self.unset.clear()
 
-    def copied(self, shell: nn.Module, memo: dict[int, Any], changed: Callable[[], None]) -> Weights:
+    def copied(self, shell: ClosedModule, memo: dict[int, Any], changed: Callable[[], None]) -> Weights:
         made = copy.copy(self)
         made.changed = changed
         made.skeleton = hollow(self.skeleton, None)
@@ -276,9 +277,9 @@ class Weights:
 
     def _find_tables(self) -> None:
         """Store the table and name of each tensor, and the module of the skeleton behind each shell."""
-        for shell, part in zip(self.shells, self.skeleton.modules(), strict=True):
+        for shell, (path, part) in zip(self.shells, self.skeleton.named_modules(), strict=True):
             if isinstance(shell, ModuleShell):
-                shell.stand_for(part, self.changed)
+                shell.stand_for(part, self.changed, partial(self.shell.call_part, path))
         # Tensors are looked up at every call, so not by a walk through the modules.
         owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_parameters(self.shell)]
         self.tables = [(owner._parameters, leaf) for owner, leaf in owners]

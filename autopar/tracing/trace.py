@@ -71,14 +71,18 @@ def named_graph(
     inputs: tuple[Any, ...] | Mapping[str, Any],
     dims: Mapping[str, str] | None = None,
     export: Exporter = export,
+    known: Mapping[str, str] | None = None,
 ) -> NamedGraph:
-    """Run the stages of a trace in order; warn about ops without a rule."""
+    """Run the stages of a trace in order; warn about ops without a rule.
+
+    `known` has names that dims have in another graph of the model. They hold where they fit.
+    """
     exported = export(model, inputs)
     binding = bind_graph(exported, rule_table(), DISCOVERIES)
     for reason in dict.fromkeys(bound.reason for bound in binding.nodes if bound.source == "replicated"):
         warnings.warn(reason, AutoparWarning, stacklevel=3)
     repeats = repeated_layers(exported)
-    naming = name_dims(model, exported, binding, dims, repeats)
+    naming = name_dims(model, exported, binding, dims, repeats, known)
     graph = replace(assemble(model, exported, binding, naming, repeats), given=dims or {})
     if verifying():
         verify_graph(graph)

@@ -98,7 +98,7 @@ def ask() -> dict[str, Any]:
             lambda: p.layers.append(nn.Linear(2, 2)),
         ),
         "apply would find no": (lambda: p.apply(print), lambda: p.layers.apply(print)),
-        "cannot be called by itself": (lambda: p.layers[0](x), lambda: p.hidden(x)),
+        "has no forward": (lambda: p.layers(x), lambda: p.heads(x)),
     }
     found = {text: [text in error_of(call) for call in calls] for text, calls in errors.items()}
     p.note = 1  # is the user's own
@@ -111,6 +111,7 @@ def ask() -> dict[str, Any]:
         not hasattr(p, "nothing") and not hasattr(p.layers[0], "nothing") and not hasattr(p, "_nothing"),
         p.width == 8 and p.layers[0].in_features == 8 and type(p.make()) is Named,
         torch.allclose(p.generate(x), model(x)),
+        torch.allclose(p.hidden(x).full_tensor(), model.hidden(x)) and p.layers[0](x).shape == x.shape,
         [isinstance(one, kind) for one, kind in ((p, Named), (p.layers[0], nn.Linear), (p, nn.Linear))]
         == [True, True, False],
         isinstance(p, autopar.ParallelModule) and type(p).generate is Named.generate,

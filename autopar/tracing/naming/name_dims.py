@@ -11,6 +11,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import nn
@@ -47,9 +48,12 @@ def name_dims(
     binding: BoundGraph,
     dims: Mapping[str, str] | None,
     repeats: tuple[RepeatedLayers, ...],
+    known: Mapping[str, str] | None = None,
 ) -> DimNames:
-    """Return a name for every class of dims of a bound graph."""
+    """Return a name for every class of dims of a bound graph; `known` are those of another graph of the model."""
     given = given_names(model, exported, binding, dims)
+    for dim, earlier in _known_names(exported, binding, known or {}).items():
+        given.setdefault(binding.space.find(dim), earlier)
     find = binding.space.find
     sources = {find(dim): name.place for dim, name in given.items()}
     names = standard_names(exported, binding, {find(dim): name.name for dim, name in given.items()})
@@ -189,6 +193,17 @@ def given_names(
     return names
 
 
+def _known_names(exported: Exported, binding: BoundGraph, known: Mapping[str, str]) -> dict[int, UserName]:
+    """Map classes to their names in another graph of the model."""
+    names: dict[int, UserName] = {}
+    for one in exported.placeholders:
+        if one.name in known:
+            # This graph may tie what the other one has apart: the first name stays.
+            with suppress(DimsError):
+                _assign(binding, names, one.node, known[one.name], "the whole model")
+    return names
+
+
 def _by_argument(exported: Exported, dims: Mapping[str, str]) -> Iterator[tuple[ValueKey, str, str]]:
     by_name = {p.name: p.node for p in exported.placeholders}
     aliases = {other: by_name[name] for other, name in exported.aliases.items() if name in by_name}
@@ -219,7 +234,7 @@ def _by_annotation_op(exported: Exported) -> Iterator[tuple[ValueKey, str, str]]
 def _by_jaxtyping(model: nn.Module, exported: Exported) -> Iterator[tuple[ValueKey, str, str]]:
     """Yield annotations such as `x: Float[Tensor, "batch seq d_model"]` of inputs that are plain arguments."""
     try:
-        signature = inspect.signature(type(model).forward, eval_str=True)
+        signature = inspect.signature(model.forward, eval_str=True)
     except (NameError, SyntaxError, TypeError, ValueError):
         # Annotations may name types that exist for type checkers alone.
         return
