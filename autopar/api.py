@@ -47,6 +47,7 @@ def plan(
     memory: str | float | None = None,
     dims: Mapping[str, str] | None = None,
     optimizer: str = "adamw",
+    offload_states: bool = False,
     precision: str | Precision | None = None,
     outputs: Outputs = "sharded",
     local_inputs: bool = False,
@@ -68,6 +69,7 @@ def plan(
         memory: the limit per device, `"70GiB"`, `"90%"` or bytes; by default 90 % of the device's memory.
         dims: names for dims of inputs, parameters and buffers, by name or pattern.
         optimizer: the optimizer whose states count as memory.
+        offload_states: these states live in memory of the host, and come to the device for the step.
         precision: dtypes of compute, weights, optimizer states and gradient sums: `"fp32"`, `"bf16"` (with float32
             weights, states and sums), `"bf16-pure"`, `"fp16"`, `"fp64"`, or one of them with fields that differ,
             `"bf16, reduce=bf16"`; by default the dtypes of the model.
@@ -95,7 +97,7 @@ def plan(
     (True, True)
     """
     check_outputs(outputs)
-    options = TrainingOptions(outputs, local_inputs, optimizer, precision=parse_precision(precision))
+    options = TrainingOptions(outputs, local_inputs, optimizer, offload_states, precision=parse_precision(precision))
     chosen_solver = parse_solver(solver)
     request = PlanRequest(cluster, memory, options, time_limit, cache, any_mesh=mesh == "?", solver=chosen_solver)
     meshes = meshes_of(mesh, devices)
@@ -113,6 +115,7 @@ def parallelize(
     memory: str | float | None = None,
     dims: Mapping[str, str] | None = None,
     optimizer: str = "adamw",
+    offload_states: bool | None = None,
     precision: str | Precision | None = None,
     outputs: Outputs = "sharded",
     local_inputs: bool = False,
@@ -136,6 +139,7 @@ def parallelize(
         memory: the limit per device.
         dims: names for dims of inputs, parameters and buffers, by name or pattern.
         optimizer: the optimizer whose states count as memory.
+        offload_states: these states live in memory of the host; by default as the plan says, else on the device.
         precision: dtypes of compute, weights, optimizer states and gradient sums, as in `autopar.plan`; by default
             those of the plan, else of the model. Parameters are stored in the dtype of the weights.
         outputs: `"sharded"` returns DTensors, which are gathered where they meet plain tensors. `"full"` gathers all,
@@ -167,7 +171,7 @@ def parallelize(
     check_outputs(outputs)
     sizes = SizeOptions(dynamic, most_calls)
     said = None if precision is None else parse_precision(precision)
-    options = TrainingOptions(outputs, local_inputs, optimizer, precision=said or OWN)
+    options = TrainingOptions(outputs, local_inputs, optimizer, bool(offload_states), precision=said or OWN)
     request = PlanRequest(cluster, memory, options, time_limit)
     # A DeviceMesh becomes a Mesh of the same names and sizes.
     named_axes, searched = named_mesh(mesh), None
@@ -184,8 +188,9 @@ def parallelize(
         lambda place: _planner(layout, named_axes, dims, request, place, searched),
         None if cluster is None else partial(with_replica_speeds, request.cluster_value()),
     )
-    if isinstance(planner, PlanFilePlanner) and said is None:
-        options = replace(options, precision=planner.precision)
+    if isinstance(planner, PlanFilePlanner):
+        options = replace(options, precision=planner.precision if said is None else said)
+        options = replace(options, offload_states=planner.offload_states if offload_states is None else offload_states)
     return ParallelModule(model, devices, planner, options, inputs, replica, sizes)
 
 

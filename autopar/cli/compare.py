@@ -118,7 +118,7 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan 
     assert mesh is not None
     if first is not None:  # the others take its request, changed by the options of this call
         given = {word: value for word, value in vars(arguments).items() if value is not None}
-        named = (word for word in ("optimizer", "outputs", "precision") if word in given)
+        named = (word for word in ("optimizer", "offload_states", "outputs", "precision") if word in given)
         options = {word: getattr(request.options, word) for word in named}
         places = {word: given[word] for word in ("cluster", "memory") if word in given}
         request = request_like(first)

@@ -102,6 +102,7 @@ def add_request(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
         "--memory", metavar="SIZE", help="memory limit per device, as in 70GiB or 100%% (default: 90%%)"
     )
     parser.add_argument("--optimizer", metavar="NAME", help="optimizer whose states count as memory (default: adamw)")
+    parser.add_argument("--offload-states", action="store_true", default=None, help="have these states on the host")
     parser.add_argument("--precision", metavar="NAME", help=PRECISION)
     parser.add_argument(
         "--outputs",
@@ -122,6 +123,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         TrainingOptions(
             outputs=arguments.outputs or "sharded",
             optimizer=arguments.optimizer or "adamw",
+            offload_states=bool(getattr(arguments, "offload_states", None)),
             precision=parse_precision(arguments.precision),
         ),
         time_limit=getattr(arguments, "time_limit", 30.0),
@@ -131,9 +133,9 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     )
     cluster = request.cluster_value()
     request.limit_bytes(cluster, None)
-    from autopar.cost.compute.optimizers import optimizer_of
+    from autopar.cost.compute.optimizers import check_optimizer
 
-    optimizer_of(request.options.optimizer)
+    check_optimizer(request.options.optimizer, request.options.offload_states)
     return request
 
 

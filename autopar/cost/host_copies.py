@@ -16,7 +16,18 @@ from autopar.cost.memory.step_memory import ForwardMemory
 from autopar.errors import ClusterError
 from autopar.ir.values import NamedNode
 
-__all__ = ["LayerCopies", "copies_by_op", "exposed_copies_seconds", "host_copy_seconds", "layer_copies"]
+__all__ = [
+    "LayerCopies",
+    "copies_by_op",
+    "exposed_copies_seconds",
+    "exposed_state_seconds",
+    "host_copy_seconds",
+    "layer_copies",
+]
+
+# Who is copied to the host, and how to do without.
+SAVED = ("saved tensors", "write 'recompute full' in place of 'recompute offload'")
+STATES = ("states of the optimizer", "leave offload_states out")
 
 
 class LayerCopies(NamedTuple):
@@ -39,15 +50,23 @@ def exposed_copies_seconds(copies: Sequence[LayerCopies]) -> tuple[float, float]
     return max(0.0, seconds - rooms[0]), max(0.0, seconds - rooms[1])
 
 
-def host_copy_seconds(size: float, cluster: Cluster) -> float:
-    """Return the time to copy bytes to the host, or back."""
+def exposed_state_seconds(state_bytes: float, step_bytes: float, cluster: Cluster) -> float:
+    """Return how much longer the optimizer's step takes for a parameter whose states come from the host.
+
+    Its states come and go beside the steps of other parameters, both ways at once.
+    """
+    return max(0.0, host_copy_seconds(state_bytes, cluster, STATES) - step_bytes / cluster.device.stream)
+
+
+def host_copy_seconds(size: float, cluster: Cluster, what: tuple[str, str] = SAVED) -> float:
+    """Return the time to copy bytes to the host, or back; `what` says in errors what is copied, and the way out."""
     rate = cluster.device.host_bytes_per_second
     if rate is None:
         raise ClusterError(
-            f"unknown link of a device to its host in cluster '{cluster.name}': expected 'host_link', as saved tensors "
+            f"unknown link of a device to its host in cluster '{cluster.name}': expected 'host_link', as {what[0]} "
             "are offloaded\n"
             f"fix: add a line as 'host_link = \"50 GB/s [measured]\"' to the device {cluster.device.name}, "
-            "or write 'recompute full' in place of 'recompute offload'"
+            f"or {what[1]}"
         )
     return size / rate
 

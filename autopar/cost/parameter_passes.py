@@ -55,6 +55,11 @@ class ParameterPasses:
         each += 2 * states * self.precision.state(tensor.dtype).itemsize
         return self._numel(name, stored) * each
 
+    def state_bytes(self, name: str, stored: Sharding, optimizer: str) -> float:
+        """Return the bytes of the states of one parameter."""
+        tensor, states = self.graph.tensors[name], optimizer_of(optimizer).states
+        return self._numel(name, stored) * states * self.precision.state(tensor.dtype).itemsize
+
     def _numel(self, name: str, sharding: Sharding) -> float:
         return local_bytes(self.graph, name, sharding, self.axes) / self.graph.tensors[name].dtype.itemsize
 

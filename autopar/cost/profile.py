@@ -18,7 +18,7 @@ from autopar.cost.compute.byte_time import seconds_of_bytes
 from autopar.cost.compute.fusion import fused
 from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, local_bytes, op_work
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.host_copies import LayerCopies, copies_by_op, layer_copies
+from autopar.cost.host_copies import LayerCopies, copies_by_op, exposed_state_seconds, layer_copies
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.network import Network
 from autopar.cost.overlap import OverlapCost
@@ -413,7 +413,16 @@ class _Profiler:
             for tensor in parameters
             if tensor.requires_grad
         )
-        return (self.tasks.memory_op("optimizer", "optimizer", total),)
+        step = self.tasks.memory_op("optimizer", "optimizer", total)
+        if not plan.options.offload_states:
+            return (step,)
+        copied = exposed = 0.0
+        for tensor in (one for one in parameters if one.requires_grad):
+            own = tensor.name, stored[tensor.name], plan.options.optimizer
+            size = self.tasks.state_bytes(*own)
+            copied += size
+            exposed += exposed_state_seconds(size, self.tasks.optimizer_bytes(*own), self.cluster)
+        return step, Task("optimizer states from the host", "copy", "optimizer", exposed, bytes=copied)
 
     def _model_flops(self) -> float:
         """Return the FLOPs of the unsharded model, forward and backward."""

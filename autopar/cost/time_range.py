@@ -84,6 +84,8 @@ def _beyond(
         yield "passes keys in a ring"
     if "offload" in plan.recompute.values():
         yield "copies saved tensors to the host"
+    if plan.options.offload_states:
+        yield "has the states of its optimizer on the host"
     if plan.drift is not None:
         yield "has replicas that drift"
 

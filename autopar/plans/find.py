@@ -11,7 +11,7 @@ from typing import get_args
 
 import torch
 
-from autopar.cost.compute.optimizers import optimizer_of
+from autopar.cost.compute.optimizers import check_optimizer
 from autopar.cost.hardware.cluster import Cluster, load_cluster, shipped_for
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.memory.peak import memory_limit
@@ -88,7 +88,7 @@ class PlanRequest:
 
     def options_on(self, mesh: Mesh) -> TrainingOptions:
         """Return the options with the links that a mesh gives its axes."""
-        optimizer_of(self.options.optimizer)  # an unknown name fails here, before the search
+        check_optimizer(self.options.optimizer, self.options.offload_states)  # fails here, before the search
         return replace(self.options, links=mesh.links)
 
     def limit_bytes(self, cluster: Cluster, layout: Layout | None) -> int:

@@ -33,7 +33,7 @@ from autopar.sharding.layout.pieces_statement import PiecesStatement
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Limit, MicroBatches, OpenMicroBatches, Pin
 from autopar.sharding.level_sums import LevelSum, LevelSums
-from autopar.sharding.options import Outputs
+from autopar.sharding.options import Outputs, TrainingOptions
 from autopar.sharding.propagation import propagate
 from autopar.sharding.replicas import split_replicas
 from autopar.sharding.reshard_insertion import InsertedReshard
@@ -219,9 +219,18 @@ class PlanFilePlanner:
     @property
     def precision(self) -> Precision:
         """Return the precision that the plan was made for."""
+        return self._options.precision
+
+    @property
+    def offload_states(self) -> bool:
+        """Return whether the plan has the states of the optimizer on the host."""
+        return self._options.offload_states
+
+    @property
+    def _options(self) -> TrainingOptions:
         header = read_header(self.text, self.name)
         assert header is not None, "only plans come here"
-        return header.options.precision
+        return header.options
 
     def _layout(self) -> tuple[Layout, SubMesh]:
         """Return the layout of one replica, and its axes."""

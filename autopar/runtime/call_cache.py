@@ -345,9 +345,8 @@ class CallCache:
             emitted = agreement.together(lambda: self._emit(planner, graph, assignment, local, with_ends=False))
         if not self.weights.shells:
             self.weights.build(held, self.first_rank)
-        plan = CompiledCall(
-            given, graph, assignment, emitted, held, self.shell, self.rank, self.results, self.synchronisation
-        )
+        made = given, graph, assignment, emitted, held, self.shell, self.rank, self.results
+        plan = CompiledCall(*made, self.synchronisation, self.options.offload_states)
         if self.compiler is not None:
             plan.compile_layers(self.compiler)
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))

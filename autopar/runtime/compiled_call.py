@@ -171,6 +171,7 @@ class CompiledCall:
         rank: ShardOwner,
         results: CallResults,
         synchronisation: GradientSync,
+        offload_states: bool,
     ) -> None:
         graph, rank = marked_for(graph, assignment.axes), rank.on(assignment)
         exported = graph.exported
@@ -191,7 +192,7 @@ class CompiledCall:
         numbered = tuple(enumerate(exported.placeholders))
         self.parameter_places = tuple(place for place, p in numbered if p.kind == "param")
         self.others = tuple((place, p) for place, p in numbered if p.kind != "param")
-        self.shards_of = LocalParameters(synchronisation.finish, synchronisation.note_write)
+        self.shards_of = LocalParameters(synchronisation.finish, synchronisation.note_write, offload_states)
         self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
         # Set by the cache, from the facts of the signature.
         self.digest = 0
@@ -313,8 +314,9 @@ class LocalParameters:
     `finish` waits for gradients that are still being reduced; `written` runs after parameters were written to.
     """
 
-    def __init__(self, finish: Callable[[], None], written: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None], written: Callable[[], None], offload_states: bool = False) -> None:
         self._finish = finish
+        self._offload_states = offload_states
         self._written = written
         self._versions: list[int] | None = []
         # Specs of the parameters, and copies for their gradients: ops on a DTensor may change its spec.
@@ -338,7 +340,7 @@ class LocalParameters:
             own = [parameter._spec for parameter in parameters]
             if not _same(own, self._own):
                 self._own, self._copies = own, [copy(spec) for spec in own]
-            step_locally(parameters)
+            step_locally(parameters, self._offload_states)
             self._given, self._compiled = given, compiled
             self._shards = _Locals.apply(self._finish, compiled, self._copies, *parameters)  # type: ignore[no-untyped-call]
         return self._shards

@@ -8,6 +8,8 @@ The optimizer itself never changes: a hook passes to its step a *stand-in*, an o
 tensors as parameters and states. They share memory, so updates need no copy. A hook after the step puts new states into
 the optimizer as DTensors. So checkpoints, schedulers, norms and other hooks see DTensors, and a step that raises leaves
 the optimizer as it was.
+
+Parameters whose states live on the host are stepped after the others (`autopar/runtime/host_states.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import AutoparError
+from autopar.runtime.host_states import HostShard, step_from_host
 
 __all__ = ["ELEMENTWISE", "step_locally"]
 
@@ -50,14 +53,14 @@ _HOOKS: list[Any] = []
 # The key of our hooks among those of one optimizer, which numbers its own.
 _KEY: Any = "autopar"
 # The attribute of parameters of parallel modules; other DTensors are not ours to change. No weak references: torch
-# does not convert a parameter that has one.
+# does not convert a parameter that has one. True where its states live on the host.
 _MARK = "_autopar_parameter"
 
 
-def step_locally(parameters: Iterable[Tensor]) -> None:
+def step_locally(parameters: Iterable[Tensor], offload_states: bool) -> None:
     """Let elementwise optimizers update the shards of these DTensors, without DTensor's dispatch."""
     for parameter in parameters:
-        setattr(parameter, _MARK, True)
+        setattr(parameter, _MARK, offload_states)
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(_install))
 
@@ -65,6 +68,7 @@ def step_locally(parameters: Iterable[Tensor]) -> None:
 def _install(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Put our hooks next to the step: other hooks before and after it may replace gradients and read states."""
     if type(optimizer) not in ELEMENTWISE:
+        _check_on_device(optimizer)
         return
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
@@ -88,6 +92,7 @@ def _begin_untraced(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     stand_in = _stand_in(optimizer)
     if stand_in is None:
+        _check_on_device(optimizer)
         return None
     shards: list[_Shard] = stand_in.__dict__[_KEY]
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -96,6 +101,17 @@ def _begin_untraced(
         return (stand_in, *args[1:]), kwargs
     # The closure computes gradients within the step.
     return (stand_in,), {"closure": partial(_run, closure, shards)}
+
+
+def _check_on_device(optimizer: Optimizer) -> None:
+    """Raise for parameters with states on the host, where the optimizer cannot step their shards."""
+    if any(getattr(parameter, _MARK, False) for group in optimizer.param_groups for parameter in group["params"]):
+        able = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+        raise AutoparError(
+            f"offload_states with {type(optimizer).__name__}: expected one of torch's optimizers that update element "
+            f"by element, got another, one with differentiable=True, or parameters of other DTensors besides\n"
+            f"fix: take one of {able}, or offload_states=False"
+        )
 
 
 def _run(closure: Callable[[], Any], shards: Iterable[_Shard]) -> Any:
@@ -114,8 +130,18 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _end_untraced(optimizer: Optimizer, stand_in: Optimizer) -> None:
     shards: list[_Shard] = stand_in.__dict__.pop(_KEY)
+    hosted: dict[int, list[HostShard]] = {number: [] for number in range(len(stand_in.param_groups))}
     for shard in shards:
-        shard.give_back(optimizer.state, stand_in.state.pop(shard.local, {}))
+        if shard.group is None:
+            shard.give_back(optimizer.state, stand_in.state.pop(shard.local, {}))
+        elif shard.local.grad is not None:
+            hosted[shard.group].append(shard)
+    if any(hosted.values()):
+
+        def keep(shard: Any, name: str, value: Any) -> None:
+            shard.give_back(optimizer.state, {name: value})
+
+        step_from_host(stand_in, list(hosted.values()), keep)
     # The rest are plain parameters.
     optimizer.state.update(stand_in.state)
     kept = {"state", "param_groups"}
@@ -129,6 +155,8 @@ class _Shard:
     parameter: DTensor
     local: Tensor
     states: dict[str, Any]
+    # The parameter group, where the states live on the host.
+    group: int | None = None
 
     def give_back(self, states: dict[Tensor, dict[str, Any]], local: dict[str, Any]) -> None:
         """Store the states of the shard as those of the parameter."""
@@ -141,6 +169,9 @@ class _Shard:
         if not isinstance(value, Tensor) or value.shape != self.local.shape:
             return value
         local = value.view(self.parameter._local_tensor.shape)
+        if self.group is not None:
+            # `from_local` would move it to the device of the mesh.
+            return DTensor(local, self.parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         return DTensor.from_local(
             local,
             self.parameter.device_mesh,
@@ -156,7 +187,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer | None:
     shards: list[_Shard] = []
     groups = []
     states = {}
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
         parameters = []
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
@@ -169,6 +200,9 @@ def _stand_in(optimizer: Optimizer) -> Optimizer | None:
             if shard is None or group.get("differentiable"):
                 return None
             shards.append(shard)
+            if getattr(parameter, _MARK):
+                shard.group = number
+                continue
             parameters.append(shard.local)
             if state:
                 states[shard.local] = dict(shard.states)

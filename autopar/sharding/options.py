@@ -20,6 +20,8 @@ class TrainingOptions:
     # True: each rank passes its own shards, so that no input is split at the start of a step.
     local_inputs: bool = False
     optimizer: str = "adamw"
+    # True: the states of the optimizer live in memory of the host between steps.
+    offload_states: bool = False
     micro_batches: int = 1
     compiled: bool = False
     # The graph of a step is traced in its compute dtype.

@@ -17,6 +17,8 @@ class Optimizer:
     temporaries: int = 1
     # True where a state has one number for each row and column of the last two dims, not the whole shape.
     factored: bool = False
+    # True where torch has it and each element of a parameter is updated from the same one of gradient and states.
+    elementwise: bool = True
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
@@ -31,9 +33,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "adagrad": Optimizer(1),
     "rmsprop": Optimizer(1),
     "adadelta": Optimizer(2, 2),
-    "lion": Optimizer(1),
-    "muon": Optimizer(1, 2),
-    "adafactor": Optimizer(0, 2, factored=True),
+    "lion": Optimizer(1, elementwise=False),
+    "muon": Optimizer(1, 2, elementwise=False),
+    "adafactor": Optimizer(0, 2, factored=True, elementwise=False),
 }
 
 
@@ -44,3 +46,13 @@ def optimizer_of(name: str) -> Optimizer:
         hint = did_you_mean(name.lower(), OPTIMIZERS)
         raise AutoparError(f"no optimizer is called '{name}'{hint}\nfix: take one of {', '.join(OPTIMIZERS)}")
     return found
+
+
+def check_optimizer(name: str, offload_states: bool) -> None:
+    """Raise if there is no such optimizer, or if its states cannot come from the host, parameter by parameter."""
+    if not optimizer_of(name).elementwise and offload_states:
+        able = ", ".join(word for word, one in OPTIMIZERS.items() if one.elementwise and one.states)
+        raise AutoparError(
+            f"states of the optimizer '{name}' on the host: expected one of torch's that updates element by element\n"
+            f"fix: take one of {able}, or offload_states=False"
+        )

@@ -45,7 +45,7 @@ class MemoryCosts:
     peak_at: str
     # Anchors, momenta and buffers of replicas that drift.
     meetings_bytes: float = 0.0
-    # On the host of the device: saved tensors of offloaded layers.
+    # On the host of the device: saved tensors of offloaded layers, and states of the optimizer that are offloaded.
     host_bytes: float = 0.0
 
     def with_rows(self, share: float) -> MemoryCosts:
@@ -95,7 +95,8 @@ def memory(step: LoweredStep) -> MemoryCosts:
     saved = run.storages.live - inputs - parameters - copies - buffers
     if not graph.exported.grad_enabled:
         return MemoryCosts(parameters, copies, 0.0, 0.0, inputs, 0.0, run.storages.peak, run.storages.peak_at)
-    states, largest = _optimizer_bytes(step, optimizer_of(plan.options.optimizer))
+    optimizer = _optimizer_bytes(step, optimizer_of(plan.options.optimizer))
+    states = optimizer.device
     moments = [(run.storages.peak + states, run.storages.peak_at)]
     # The other micro-batches of a stage have left the device.
     on_device = run.host.waiting_bytes
@@ -107,9 +108,9 @@ def memory(step: LoweredStep) -> MemoryCosts:
     moments = [(peak + waiting, at) for peak, at in moments]
     gradients = run.gradient_bytes()
     # Copies of parameters last until the end of the backward.
-    moments.append((parameters + inputs + states + gradients + largest, "the optimizer"))
+    moments.append((parameters + inputs + states + gradients + optimizer.temporaries, "the optimizer"))
     peak, at = max(moments, key=itemgetter(0))
-    host = run.host.bytes * _in_flight(step)
+    host = run.host.bytes * _in_flight(step) + optimizer.host
     return MemoryCosts(parameters, copies, gradients, states, inputs, saved + waiting, peak, at, host_bytes=host)
 
 
@@ -160,7 +161,7 @@ def memory_over_time(step: LoweredStep, stage: MemoryCosts | None = None) -> tup
     states = 0.0
     if graph.exported.grad_enabled:
         run.backward()
-        states, _ = _optimizer_bytes(step, optimizer_of(plan.options.optimizer))
+        states = _optimizer_bytes(step, optimizer_of(plan.options.optimizer)).device
     found = {**dict.fromkeys(run.storages.moments, first), **run.gradients_after}
     return tuple(
         MemoryMoment(doing, alive + states, found[doing]) for doing, alive in run.storages.moments.items() if doing
@@ -182,11 +183,23 @@ class _GradientWatch(StepMemory):
         self.gradients_after[self.storages.now] = sum(self.storages.sizes[storage] for storage in found)
 
 
-def _optimizer_bytes(step: LoweredStep, optimizer: Optimizer) -> tuple[float, float]:
-    """Return the bytes of the states, and of the temporaries for the largest parameter."""
+@dataclass(frozen=True)
+class _OptimizerBytes:
+    """States on the device and on its host, and most bytes on the device during a step besides."""
+
+    device: float
+    host: float
+    temporaries: float
+
+
+# Chunks of states that are on the device at once: of the parameters that are updated, and of the next ones.
+CHUNKS = 2
+
+
+def _optimizer_bytes(step: LoweredStep, optimizer: Optimizer) -> _OptimizerBytes:
     plan = step.plan
     # The optimizer updates parameters one by one: only the largest temporaries count.
-    states = largest = 0.0
+    states = largest = most = 0.0
     for tensor in step.graph.parameters:
         if tensor.requires_grad and (step.stage is None or tensor.name in step.tensors_here):
             itemsize = plan.options.precision.state(tensor.dtype).itemsize
@@ -194,13 +207,16 @@ def _optimizer_bytes(step: LoweredStep, optimizer: Optimizer) -> tuple[float, fl
             shape = atoms.fold(stored.largest_sizes(atoms, plan.axes))
             count = prod(shape)
             states += optimizer.states * count * itemsize
+            most = max(most, optimizer.states * count * itemsize)
             if optimizer.factored:
                 # One number for each row and each column of the last two dims; a vector is stored whole.
                 factors = prod(shape[:-1]) + prod(shape[:-2]) * shape[-1] if len(shape) > 1 else count
                 states += factors * itemsize
             kind = tensor.stored_dtype(plan.options.precision)
             largest = max(largest, optimizer.temporaries * count * kind.itemsize)
-    return states, largest
+    if plan.options.offload_states:
+        return _OptimizerBytes(0.0, states, largest + min(states, CHUNKS * most))
+    return _OptimizerBytes(states, 0.0, largest)
 
 
 def memory_limit(layout: Layout, device_bytes: float | None) -> tuple[Limit, float] | None:

@@ -24,7 +24,7 @@ from autopar.errors import AutoparError
 from autopar.ir.analysis.host_memory import simulated_host_memory
 from autopar.sharding.offload import LEAST_BYTES
 
-__all__ = ["HostCopies", "OffloadedOps"]
+__all__ = ["HostCopies", "OffloadedOps", "copy_on_stream", "empty_on_host", "wait_for"]
 
 
 class HostCopies:
@@ -120,17 +120,16 @@ class _HostStorage:
         source = tensor.detach()
         whole = _bytes_of(source)
         count = storage.nbytes()
-        pinned = stream is not None
-        host = torch.empty(count, dtype=torch.uint8, pin_memory=True) if pinned else simulated_host_memory(count)
+        host = empty_on_host(count, device)
         made = _HostStorage(copies, StorageWeakRef(storage), host, device, source, tensor._version)  # type: ignore[no-untyped-call]
-        made.sent = _copy(whole, host, whole, stream)
+        made.sent = copy_on_stream(whole, host, whole, stream)
         return made
 
     def leave(self) -> None:
         """Free the tensor on the device when its copy has arrived."""
         if self.source is not None:
             self._check_version()
-            _wait_for(self.sent, self.device)
+            wait_for(self.sent, self.device)
             self.source = None
 
     def come_back(self) -> None:
@@ -138,7 +137,7 @@ class _HostStorage:
         if self.source is None and self.device_copy is None:
             self.device_copy = torch.empty(self.host.numel(), dtype=torch.uint8, device=self.device)
             stream = self.copies.stream(self.device)
-            self.arrived = _copy(self.host, self.device_copy, self.device_copy, stream)
+            self.arrived = copy_on_stream(self.host, self.device_copy, self.device_copy, stream)
 
     def on_device(self) -> Tensor:
         """Return the bytes on the device."""
@@ -148,7 +147,7 @@ class _HostStorage:
         self.come_back()
         assert self.device_copy is not None, "it comes back"
         if self.arrived is not None:
-            _wait_for(self.arrived, self.device)
+            wait_for(self.arrived, self.device)
             self.arrived = None
         return self.device_copy
 
@@ -243,7 +242,14 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _copy(source: Tensor, target: Tensor, on_device: Tensor, stream: Any) -> Any:
+def empty_on_host(count: int, device: torch.device) -> Tensor:
+    """Return bytes of the host of a device, pinned; a CPU simulates its host."""
+    if device.type == "cpu":
+        return simulated_host_memory(count)
+    return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+
+def copy_on_stream(source: Tensor, target: Tensor, on_device: Tensor, stream: Any) -> Any:
     """Copy on a stream, after what the device has been given; return the end, None where the copy is done."""
     if stream is None:
         target.copy_(source)
@@ -259,6 +265,6 @@ def _copy(source: Tensor, target: Tensor, on_device: Tensor, stream: Any) -> Any
     return end
 
 
-def _wait_for(end: Any, device: torch.device) -> None:
+def wait_for(end: Any, device: torch.device) -> None:
     if end is not None:
         torch.get_device_module(device).current_stream(device).wait_event(end)

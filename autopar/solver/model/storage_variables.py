@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost.host_copies import exposed_state_seconds
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.options import sum_dtype
@@ -110,6 +111,9 @@ class StorageVariables(ModelBuilder):
                     prices = self.setting.prices
                     size = prices.optimizer_bytes(tensor.name, one.layout, options.optimizer)
                     sums[Sum.OPTIMIZER, i] += size / prices.device.stream
+                    if options.offload_states:
+                        states = prices.state_bytes(tensor.name, one.layout, options.optimizer)
+                        sums[Sum.OPTIMIZER, i] += exposed_state_seconds(states, size, self.setting.cluster)
                 self._stored_memory(sums[:, i], tensor, one)
                 if tensor.kind == "input" and not options.local_inputs:
                     whole = Sharding.replicated(atoms_of(tensor))
@@ -131,7 +135,8 @@ class StorageVariables(ModelBuilder):
         stored = tensor.stored_dtype(precision)
         held = numel * stored.itemsize
         if tensor.requires_grad and self.setting.trains:
-            held += numel * precision.state(tensor.dtype).itemsize * self.optimizer.states
+            on_device = 0 if options.offload_states else self.optimizer.states
+            held += numel * precision.state(tensor.dtype).itemsize * on_device
             kind = sum_dtype(tensor.dtype) if self._accumulates() else stored
             gradient = kind.itemsize / tensor.dtype.itemsize
             stays = self._accumulates() or not any(one.layout.splits)  # sums have a buffer of their own
