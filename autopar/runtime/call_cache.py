@@ -31,6 +31,7 @@ from autopar.runtime.called_module import CalledModule, check_part, part_of, wit
 from autopar.runtime.check_inputs import PlacementsError, check_devices, check_values, held_shards, is_sharded
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
 from autopar.runtime.first_rank import FirstRank
+from autopar.runtime.garbage import collected_later
 from autopar.runtime.kept_calls import KeptCalls, SizeOptions
 from autopar.runtime.module_shell import ClosedModule
 from autopar.runtime.random_keys import RandomKeys, kept_generators
@@ -229,7 +230,7 @@ class CallCache:
                 self.agreement.same(given.facts(), fixes.SAME_CALL)
                 self._check_whole(given)
                 # Ranks may differ only in their caches, so all of them plan, also those with a plan.
-                with kept_generators(self.device):
+                with kept_generators(self.device), collected_later():
                     plan, given = self._plan_as_given(given)
         assert given is not None, "else its error was raised"
         assert plan is not None, "found or made"

@@ -70,10 +70,11 @@ def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: Propagati
     axes = with_time(without_stages(layout, ranks), count)
     bound = BoundLayout(graph, layout, axes)
     in_time = tuple(axes.items()), axes.shares, layout.pipeline, layout.cut, layout.part_pins
+    shared = cache is not None
     cache = (cache or PropagationCache()).in_time.setdefault(in_time, PropagationCache())
     options = options_of(bound.whole, axes)
-    # With holes the picks depend on the whole graph, so such a layout is not looked up.
-    key = None if options else bound.equivalence_key()
+    # With holes the picks depend on the whole graph, so such a layout is not looked up; nor is one by itself.
+    key = None if options or not shared else bound.equivalence_key()
     if key is not None and key in cache.assignments:
         return cache.assignments[key]
     found = _HoleFiller(bound, options, cache).run() if options else _Propagation(bound, cache).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.runtime.garbage import collected_later
 from examples.gpt import gpt
 from tests.gaps import number
 from tests.runtime.launcher import in_turn, launch
@@ -70,3 +72,17 @@ def test_calls_of_other_sizes() -> None:
 def test_the_number_of_calls_is_checked() -> None:
     with pytest.raises(AutoparError, match="invalid most_calls=0"):
         autopar.parallelize(torch.nn.Linear(2, 2), "dp=1", layout="ddp", most_calls=0)
+
+
+def test_garbage_is_collected_as_before_after_a_call_is_made() -> None:
+    during = []
+    with collected_later():
+        during.append(gc.isenabled())
+    assert (during, gc.isenabled()) == ([False], True)
+    gc.disable()
+    try:
+        with collected_later():
+            pass
+        assert not gc.isenabled(), "whoever stopped the collection goes on without it"
+    finally:
+        gc.enable()
