@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,30 @@ def test_contract_is_the_one_that_the_docs_show() -> None:
 
 
 def test_notebook_runs_cell_by_cell(capsys: pytest.CaptureFixture[str]) -> None:
-    notebook = json.loads((ROOT / "examples/plan.ipynb").read_text())
+    shown = run_notebook("examples/plan.ipynb")
+    assert "GPT on dp=2,tp=2" in capsys.readouterr().out
+    assert "<" in shown._repr_html_()
+
+
+@pytest.mark.slow
+def test_notebook_trains_on_two_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run_notebook("examples/train.ipynb")
+    said = capsys.readouterr().out
+    assert "They agree" in said
+    losses = [float(line.split()[-1]) for line in said.splitlines() if re.match(r"step +\d+  loss", line)]
+    assert len(losses) == 6, said
+    assert losses[2] < losses[0], "of the plan"
+    # The model and the batches are the same under both layouts.
+    assert losses[:3] == pytest.approx(losses[3:], abs=2e-3)
+
+
+def run_notebook(path: str) -> Any:
+    """Run the code cells of a notebook; return what it shows for the last one."""
+    notebook = json.loads((ROOT / path).read_text())
     names: dict[str, Any] = {}
     shown: Any = None
     for cell in notebook["cells"]:
@@ -117,8 +141,7 @@ def test_notebook_runs_cell_by_cell(capsys: pytest.CaptureFixture[str]) -> None:
             *statements, last = ast.parse("".join(cell["source"])).body
             exec(compile(ast.Module(statements, []), cell["id"], "exec"), names)
             shown = evaluated(last, cell["id"], names)
-    assert "GPT on dp=2,tp=2" in capsys.readouterr().out
-    assert "<" in shown._repr_html_()
+    return shown
 
 
 def evaluated(last: ast.stmt, name: str, names: dict[str, Any]) -> Any:

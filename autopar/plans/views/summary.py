@@ -324,9 +324,10 @@ def difference(one: PlanRecord, other: PlanRecord) -> str:
 
 
 def side_by_side(plans: Mapping[str, PlanRecord]) -> str:
-    """Return a table of costs, then the tensors that differ from the first plan."""
+    """Return which plan is the fastest, a table of costs, then the tensors that differ from the first plan."""
     names = list(plans)
-    lines = [*table(cost_rows(plans), right=range(1, len(names) + 1), indent=""), *noise_note(plans)]
+    lines = [verdict(plans), *noise_note(plans), ""]
+    lines += table(cost_rows(plans), right=range(1, len(names) + 1), indent="")
     for name in names[1:]:
         found = differences(plans[names[0]], plans[name])
         lines += [
@@ -340,6 +341,20 @@ def side_by_side(plans: Mapping[str, PlanRecord]) -> str:
         if len(found) > MOST_DIFFERENCES:
             lines.append(f"  and {len(found) - MOST_DIFFERENCES} more")
     return "\n".join(lines)
+
+
+def verdict(plans: Mapping[str, PlanRecord]) -> str:
+    """Return a line with the fastest plan that fits, and how much longer the others take."""
+    ordered = sorted(plans, key=lambda name: (not plans[name].fits, plans[name].step_seconds))
+    first = plans[ordered[0]]
+    if not first.fits:
+        least = min(ordered, key=lambda name: plans[name].memory_bytes)
+        return f"none fits in the memory; {least} takes least, {bytes_text(plans[least].memory_bytes)}"
+    others = [
+        f"{name} × {plans[name].step_seconds / first.step_seconds:.2f}" if plans[name].fits else f"{name} does not fit"
+        for name in ordered[1:]
+    ]
+    return "; ".join([f"fastest: {ordered[0]}, {seconds_text(first.step_seconds)} a step", *others])
 
 
 def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
