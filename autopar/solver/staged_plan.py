@@ -165,6 +165,7 @@ def _bound(setting: PlanningProblem, pipelining: Pipelining, passes: float, limi
     model = work.model(is_limited=True)
     search = LagrangianSearch(model, _unpriced, math.inf, limit / 2**30, gap=PRECISION)
     search.highest_multipliers(limit / 2**30)
+    search.count_once(prices_plans=False)
     return search.bound
 
 

@@ -24,6 +24,7 @@ from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.sharding import Sharding
 from autopar.solver import Floats
 from autopar.solver.model.build import build, plan_of
+from autopar.solver.model.builder import returned_tensors
 from autopar.solver.model.cost_tables import CostTables, ValueUse
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, MOMENTS, Hinges, Sum
@@ -131,7 +132,7 @@ def _counted_twice(models: Sequence[Model], tables: CostTables) -> Iterator[Term
         users = setting.users.get(tensor.name, ())
         kind = "value" if tensor.kind == "activation" else "held"
         place = models[0].place.get((kind, tensor.name))
-        if place is None or len(users) < 2:
+        if place is None:
             continue
         scope = (place, *(models[0].place["op", user.name] for user in users))
         wants = [_wants(models[0], user, tensor.name) for user in users]
@@ -140,11 +141,22 @@ def _counted_twice(models: Sequence[Model], tables: CostTables) -> Iterator[Term
         sums = np.zeros((*counts, len(Sum)))
         for state, held in enumerate(models[0].variables[place].states):
             price = _price(setting, tables, tensor.name, held)
+            given = _given_to_the_caller(setting, tensor.name, held) if tensor.kind != "param" else set()
             for picked in product(*(range(count) for count in counts[1:])):
                 every = [want for each, i in zip(wants, picked, strict=True) for want in each[i]]
                 for want in set(every):
-                    sums[(state, *picked)] -= (every.count(want) - 1) * price(want)
+                    sums[(state, *picked)] -= (every.count(want) - 1 + (want in given)) * price(want)
         yield Term(scope, sums)
+
+
+def _given_to_the_caller(setting: PlanningProblem, name: str, held: Any) -> set[Sharding]:
+    """The layouts in which the step returns a tensor, other than that in which it is kept."""
+    tensor, outputs = setting.graph.tensors[name], setting.options.outputs
+    layout = held if tensor.kind == "activation" else held.layout
+    whole = Sharding(((),) * len(layout.splits))
+    found = returned_tensors(setting.graph, outputs).get(name, ())
+    given = {whole if one or outputs == "full" or not tensor.shape else Sharding(layout.splits) for one in found}
+    return given - {layout}
 
 
 def _wants(model: Model, user: Any, name: str) -> list[set[Sharding]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,10 +15,11 @@ from autopar.sharding.sharding import Sharding
 from autopar.solver import Floats
 from autopar.solver.integer.formulation import Entries, Formulation
 from autopar.solver.integer.program import IndexBlock
-from autopar.solver.model.cost_tables import CostTables, ValueUse
+from autopar.solver.model.builder import returned_tensors
 from autopar.solver.model.model import Model
-from autopar.solver.model.objective import MEMORY, Sum
+from autopar.solver.model.objective import Sum
 from autopar.solver.model.recompute_variables import RecomputeModes
+from autopar.solver.model.shared_reshards import modes_of, reshard_parts, returned_from
 
 __all__ = ["add_shared_reshards"]
 
@@ -35,24 +36,19 @@ def add_shared_reshards(made: Formulation) -> None:
         sums = made.sums[entries.block.start]
         if sums[[key for key in Sum if key is not Sum.FORBIDDEN]].any():
             by_scope[entries.factor.scope[-2:]].append(entries)
-    tables, again = CostTables(model.setting), _recompute_modes(model)
+    again, handed = modes_of(model), returned_tensors(model.setting.graph, model.setting.options.outputs)
     for tensor in model.setting.graph.tensors.values():
         users = model.setting.users.get(tensor.name, ())
         place = model.place.get(("value" if tensor.kind == "activation" else "held", tensor.name))
-        if place is not None and len(users) > 1:
-            held = list(dict.fromkeys(model.variables[place].states))
+        if place is not None and len(users) + (tensor.name in handed) > 1:
+            held_states = model.variables[place].states
             uses = [
                 _Use.of(model, tensor, user, number, entries, again)
                 for number, user in enumerate(users)
                 for entries in by_scope.get((place, model.place["op", user.name]), ())
             ]
-            _add_for_tensor(made, tables, tensor, place, held, uses)
-
-
-def _recompute_modes(model: Model) -> RecomputeModes:
-    layers = [variable for variable in model.variables if variable.kind == "recompute"]
-    names, states = [one.name for one in layers], layers[0].states if layers else ()
-    return RecomputeModes.of(model.setting.graph, model.recompute, names, model.setting.trains, states)
+            returned = dict(zip(held_states, returned_from(model, tensor, handed.get(tensor.name, ())), strict=True))
+            _add_for_tensor(made, tensor, place, returned, uses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +77,17 @@ class _Use:
 
 
 def _add_for_tensor(
-    made: Formulation, tables: CostTables, tensor: NamedTensor, place: int, held: Sequence[Any], uses: Sequence[_Use]
+    made: Formulation,
+    tensor: NamedTensor,
+    place: int,
+    returned: Mapping[Any, frozenset[Sharding]],
+    uses: Sequence[_Use],
 ) -> None:
-    """Add z for each sharding that several ops may take: a column for each sharding that the tensor may be kept in."""
+    """Add z for each sharding that several ops may take: a column for each sharding that the tensor may be kept in.
+
+    `returned` has what each kept sharding pays for anyway, as the step returns the tensor so.
+    """
+    held = list(returned)
     takers: dict[Sharding, list[_Use]] = defaultdict(list)
     for use in uses:
         for want in frozenset[Sharding]().union(*use.wants):
@@ -91,44 +95,38 @@ def _add_for_tensor(
     states = made.model.variables[place].states
     number_of = {one: i for i, one in enumerate(held)}
     for number, (want, own) in enumerate(takers.items()):
-        if len({use.number for use in own}) < 2:
+        paid = np.array([want in returned[one] for one in held])
+        several = len({use.number for use in own}) > 1
+        if not several and not paid.any():
             continue
 
         @cache
         def price(again: bool, later: bool, want: Sharding = want) -> Floats:
-            return np.array([_price(tables, tensor, one, want, again, later) for one in held]).T
+            parts = reshard_parts(made.model.cost_tables, tensor, held, (want,), again, later)
+            sums = np.zeros((len(Sum), len(held)))
+            for key in parts.keys() - {Sum.FORBIDDEN}:
+                sums[key] = parts[key][:, 0]
+            return sums
 
         least = price(all(use.again for use in own), True)
-        costly = np.flatnonzero(least.any(axis=0))
-        if not len(costly):
-            continue
+        costly = np.flatnonzero(least.any(axis=0) & ~paid & several)
         name = f"shared.{tensor.name}&{number}"
-        z = made.add_priced(name, least[:, costly], allowed=True)
+        z = made.add_priced(name, least[:, costly], allowed=True) if len(costly) else None
         place_of = np.full(len(held), -1)
-        place_of[costly] = z.ids
+        if z is not None:
+            place_of[costly] = z.ids
         rows: dict[int, IndexBlock] = {}
         for use in own:
             kept_in = np.array([number_of[states[row]] for row in use.entries.rows.tolist()])
-            at, columns = np.flatnonzero(place_of[kept_in] >= 0), np.flatnonzero([want in each for each in use.wants])
+            at = np.flatnonzero((place_of[kept_in] >= 0) | paid[kept_in])
+            columns = np.flatnonzero([want in each for each in use.wants])
             sums = made.sums[use.entries.block.start].reshape(len(Sum), *use.entries.ids.shape)
             sums[:, at[:, None], columns] -= price(use.again, use.number > 0)[:, kept_in[at], None]
+            if z is None:
+                continue
+            at = at[place_of[kept_in[at]] >= 0]
             if use.number not in rows:
                 rows[use.number] = made.builder.add_rows(f"{name}.{use.number}", z.count, 0.0, np.inf)
                 made.builder.add(rows[use.number].ids, z.ids, 1.0)
             own_rows = rows[use.number].start + place_of[kept_in[at]] - z.start
             made.builder.add(own_rows[:, None], use.entries.ids[np.ix_(at, columns)], -1.0)
-
-
-def _price(tables: CostTables, tensor: NamedTensor, held: Any, want: Sharding, again: bool, later: bool) -> Floats:
-    """Return the sums of one reshard, without memory: as the table of an op has it."""
-    cut, sums = tables.cut(tensor), np.zeros(len(Sum))
-    if tensor.kind == "param":
-        if want != held.shared:
-            gathered = tables.handled(tensor, kept=False).gathered
-            tables.ways.add_moved(sums, cut, held, want, gathered, later)
-        return sums
-    source = held if tensor.kind == "activation" else held.layout
-    use = ValueUse(again, share=tables.setting.prices.share(tensor.name))
-    sums += tables.values(cut, [source], [(want,)], use).at(0, 0)
-    sums[[*MEMORY, Sum.FORBIDDEN]] = 0.0
-    return sums

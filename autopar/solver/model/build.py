@@ -237,7 +237,7 @@ class _GraphModelBuilder(OpVariables, StorageVariables, ValueVariables):
                 self._value(tensor)
             else:
                 self._held(tensor)
-        return Model(self.setting, tuple(self.variables), tuple(self.factors), self.place, settled)
+        return Model(self.setting, tuple(self.variables), tuple(self.factors), self.place, settled, self.tables)
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

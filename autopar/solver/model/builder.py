@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from math import prod
@@ -31,7 +31,7 @@ from autopar.solver.model.reshard_sums import TensorCut
 from autopar.solver.search.joined_axes import AxisRoles
 from autopar.solver.setting import PlanningProblem
 
-__all__ = ["ModelBuilder", "parts_of", "returned_tensors"]
+__all__ = ["ModelBuilder", "parts_of", "returned_as", "returned_tensors"]
 
 
 @dataclass
@@ -274,15 +274,17 @@ class ModelBuilder:
 
     def _handed_out(self, sums: Floats, tensor: NamedTensor, layout: Sharding) -> None:
         """Add the cost of returning a tensor from the sharding that it is kept in."""
-        done: set[Sharding] = set()
-        for whole in self.handed.get(tensor.name, ()):
-            if whole or self.setting.options.outputs == "full" or not tensor.shape:
-                wanted = Sharding.replicated(atoms_of(tensor))
-            else:
-                wanted = Sharding(layout.splits)
-            if wanted not in done:
-                done.add(wanted)
-                self._add_reshard(sums, tensor, layout, wanted)
+        for wanted in returned_as(self.setting.options.outputs, tensor, layout, self.handed.get(tensor.name, ())):
+            self._add_reshard(sums, tensor, layout, wanted)
+
+
+def returned_as(
+    outputs: Outputs, tensor: NamedTensor, layout: Sharding, wholes: Sequence[bool]
+) -> tuple[Sharding, ...]:
+    """Return the shardings in which a step returns a tensor kept in `layout`; `wholes` is of `returned_tensors`."""
+    everything = outputs == "full" or not tensor.shape
+    whole, split = Sharding.replicated(atoms_of(tensor)), Sharding(layout.splits)
+    return tuple(dict.fromkeys(whole if is_whole or everything else split for is_whole in wholes))
 
 
 def parts_of(sums: Floats) -> Parts:

@@ -163,6 +163,12 @@ class CostTables:
                             if handled.measured and one.again and want.splits != one.layout.splits:
                                 sums[Sum.PRODUCT_GIB, i, j] += self.ways.gib(cut, want)
                             self.ways.add_moved(sums[:, i, j], cut, one, want, handled.gathered, handled.later)
+                        elif want is not None and not handled.later:
+                            # The copy for all counts as that of a later op. If the first op takes it, it decides.
+                            for sign, later in ((1.0, False), (-1.0, True)):
+                                moved = np.zeros(len(Sum))
+                                self.ways.add_moved(moved, cut, one, want, handled.gathered, later)
+                                sums[:, i, j] += sign * moved
                     first = next(iter(each), None)
                     if accumulates is not None and first is not None:
                         held = first if one.defers(first) else one.layout
@@ -181,7 +187,7 @@ class CostTables:
         for i, one in enumerate(stored):
             if one.shared is not None:
                 sums[Sum.KEPT_GIB, i] += self.ways.kept_copy(cut, one, one.shared, handled.kept)
-                self.ways.add_moved(sums[:, i], cut, one, one.shared, handled.gathered)
+                self.ways.add_moved(sums[:, i], cut, one, one.shared, handled.gathered, later=True)
         return {key: sums[key] for key in Sum}
 
     def _both_ways(

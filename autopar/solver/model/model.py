@@ -24,7 +24,8 @@ Objective: minimise the seconds of `evaluate`, a convex function (`objective.Hin
     gathers of parameters and reductions of their gradients                       s[t], o[consumer]
     optimizer steps                                                               s[t]
 
-If two ops need one value in one sharding other than the kept one, `evaluate` counts one reshard and the sums two.
+If two ops need one value in one sharding other than the kept one, `evaluate` counts one reshard and the sums two. The
+bound of a search counts it once (`reshard_shares`).
 Buckets of parameters cost the rate of a full one. `evaluate` prices every plan found, and its price is reported.
 """
 
@@ -40,7 +41,7 @@ import numpy as np
 
 from autopar.sharding.layout.syntax import Recompute
 from autopar.solver import Floats, Ints
-from autopar.solver.model.cost_tables import CostTable, Parts
+from autopar.solver.model.cost_tables import CostTable, CostTables, Parts
 from autopar.solver.model.objective import Sum
 from autopar.solver.setting import PlanningProblem
 
@@ -98,6 +99,8 @@ class Model:
     place: dict[tuple[str, str], int]
     # Fixed recompute modes of layers.
     recompute: Mapping[str, Recompute]
+    # The reshard prices that its factors are made of.
+    cost_tables: CostTables
 
     @cached_property
     def costs(self) -> EqualTerms:

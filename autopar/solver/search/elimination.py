@@ -14,6 +14,7 @@ from autopar.solver import Floats
 from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import Model
 from autopar.solver.search.bucket_elimination import SharedTableElimination, TooWide, elimination_order, fixed
+from autopar.solver.search.reshard_shares import ReshardShares
 
 __all__ = ["Elimination"]
 
@@ -79,10 +80,17 @@ class Elimination:
         sums = weighted.relaxed_sums(chosen, self.cut, self.touched) if self.cut else self.model.sums(chosen)
         return WeightedMinimum(value, sums, chosen)
 
-    def weighted(self, weights: Floats) -> tuple[list[Floats], list[Floats]]:
+    def least_once(self, weights: Floats, shares: ReshardShares) -> tuple[float, list[int]]:
+        """Return a lower bound in which no reshard counts more than once, and the assignment that reaches it."""
+        weighted = _WeightedModel(self.model, weights, self.scopes)
+        shares.discount(weighted.costs, weighted.tables, weights)
+        return self._solved(weighted, dict.fromkeys(self.cut), shares)
+
+    def weighted(self, weights: Floats, shares: ReshardShares) -> tuple[list[Floats], list[Floats]]:
         """Return the weighted costs of all states and pairs, with nothing cut."""
         assert not self.cut, "what is cut has no costs of its own"
         found = _WeightedModel(self.model, weights, self.scopes)
+        shares.discount(found.costs, found.tables, weights)
         return found.costs, found.tables
 
     def candidate(self, weights: Floats, near: Sequence[int] | None = None) -> list[int]:
@@ -108,9 +116,11 @@ class Elimination:
         found = ((i, tuple(node for node in scope if node in cut)) for i, scope in enumerate(self.scopes))
         return tuple((i, gone) for i, gone in found if gone)
 
-    def _solved(self, weighted: _WeightedModel, cut: Mapping[int, int | None]) -> tuple[float, list[int]]:
+    def _solved(
+        self, weighted: _WeightedModel, cut: Mapping[int, int | None], shares: ReshardShares | None = None
+    ) -> tuple[float, list[int]]:
         costs, tables, constant = weighted.without(cut, self.touched)
-        value, chosen = self.plan.solve(costs, tables, pattern=tuple(cut.items()))
+        value, chosen = self.plan.solve(costs, tables, pattern=(shares, *cut.items()))
         for node, state in cut.items():
             chosen[node] = 0 if state is None else state
         return value + constant, chosen

@@ -29,6 +29,7 @@ from autopar.solver import Floats, Ints
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, MOMENTS, Hinges, peak_gib
 from autopar.solver.search.elimination import Elimination, WeightedMinimum
+from autopar.solver.search.reshard_shares import ReshardShares
 from autopar.solver.search.splice import places_of
 
 __all__ = ["FEW", "MANY", "Candidate", "LagrangianSearch", "best_multipliers", "by_seconds"]
@@ -77,6 +78,8 @@ SURELY_FITS = 0.8
 NUDGED = 1e-3
 # Skip evaluate() for candidates whose estimate is this factor above the incumbent.
 HOPELESS = 1.002
+# Rounds in which the shares of reshards improve.
+SHARING_ROUNDS, SHARING_ROUNDS_IF_LARGE = 30, 12
 # Largest memory multiplier, in step times per GiB.
 HIGHEST_MULTIPLIER = 1e3
 
@@ -121,6 +124,8 @@ class LagrangianSearch:
     between: Floats = field(default_factory=lambda: np.zeros(0))
     # `proved` holds for all assignments, so it cannot be raised.
     is_enumerated: bool = False
+    # Lower bounds at some multipliers in which a shared reshard counts once.
+    counted: list[tuple[float, Floats]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.hinges = Hinges.of(self.model.setting)
@@ -135,10 +140,26 @@ class LagrangianSearch:
     def is_limited(self) -> bool:
         return bool(np.isfinite(self.limit_gib))
 
+    @cached_property
+    def shares(self) -> ReshardShares:
+        """Shares of reshards that several ops pay."""
+        return ReshardShares(self.model)
+
+    @property
+    def least_limit_gib(self) -> float:
+        """Memory that the estimate of a plan may have. None is taken to need less than any priced plan."""
+        return self.limit_gib - min(0.0, self.least_error_gib)
+
     @property
     def bound(self) -> float:
-        """Best proved bound. No plan is taken to need less memory than its estimate, or than any priced plan."""
-        return self._bound_at(self.limit_gib - min(0.0, self.least_error_gib))
+        """Best proved bound; after `count_once`."""
+        answers = self.counted if self.shares.groups else self.answers
+        return max([self.proved, *(self.answer_at(answer, self.least_limit_gib) for answer in answers)])
+
+    @property
+    def model_bound(self) -> float:
+        """Best bound of the model, which counts a shared reshard for each op: some plan may be faster."""
+        return self._bound_at(self.least_limit_gib)
 
     def _bound_at(self, limit_gib: float) -> float:
         return max([self.proved, *(self.answer_at(answer, limit_gib) for answer in self.answers)])
@@ -159,7 +180,7 @@ class LagrangianSearch:
 
     @property
     def is_closed(self) -> bool:
-        return bool(np.isfinite(self.best)) and self.best - self.bound <= self.gap * self.best
+        return bool(np.isfinite(self.best)) and self.best - self.model_bound <= self.gap * self.best
 
     def run(self) -> None:
         """Improve the multipliers until the gap is closed, nothing moves, or the time is up."""
@@ -181,7 +202,7 @@ class LagrangianSearch:
         prices, aim = np.zeros(self.count + len(MOMENTS)), self.aim_gib
         for _ in range(MOST_AIMS):
             prices = self.highest_multipliers(aim)
-            if self.bound >= FORBIDDEN_SECONDS:
+            if self.model_bound >= FORBIDDEN_SECONDS:
                 return prices
             found = self.try_out(self._candidate(prices, 1 + NUDGED))
             if self.is_closed or self.is_late():
@@ -203,7 +224,7 @@ class LagrangianSearch:
     def is_wide(self) -> bool:
         """Return whether a large gap is left in a model that is quick to search again."""
         many = FEW < len(self.model.variables) <= MANY
-        return many and self.is_limited and self.best - self.bound > WIDE * self.best
+        return many and self.is_limited and self.best - self.model_bound > WIDE * self.best
 
     def widen(self) -> None:
         """Try minima at other multipliers: where layers are few or differ, steps between neighbouring minima are
@@ -263,11 +284,46 @@ class LagrangianSearch:
         for _ in range(MOST_ROUNDS):
             self._minimum_at(prices)
             self.try_out(self._candidate(prices, 1.0))
-            if self.is_closed or self.bound >= FORBIDDEN_SECONDS or time.monotonic() > self.deadline:
+            if self.is_closed or self.model_bound >= FORBIDDEN_SECONDS or time.monotonic() > self.deadline:
                 return
             upper, prices = self._master(np.inf)
-            if upper - self.bound <= 0.1 * self.gap * abs(upper):
+            if upper - self.model_bound <= 0.1 * self.gap * abs(upper):
                 return
+
+    # -- shared reshards
+
+    def count_once(self, prices_plans: bool = True) -> None:
+        """Prove a bound in which a reshard that several ops share counts once, and price the better minima on the way.
+
+        One round ends even if the time is up: the bound of the model is none.
+        """
+        if not self.shares.groups or not self.answers:
+            return
+        limit = self.least_limit_gib
+        answer = max(self.answers, key=lambda one: self.answer_at(one, limit))
+        target, prices = self.answer_at(answer, limit), answer[1]
+        weights, constant = self.hinges.weights(prices[: self.count])
+        weights = weights + prices[self.count :] @ MOMENTS
+        best = min(self.found.values(), key=by_seconds, default=None)
+        self.shares.begin(self.looked[-1].chosen if best is None else best.chosen)
+        is_small = len(self.model.variables) <= FEW
+        for _ in range(SHARING_ROUNDS if is_small else SHARING_ROUNDS_IF_LARGE):
+            value, chosen = self.elimination.least_once(weights, self.shares)
+            self.counted.append((value + constant, prices))
+            if prices_plans:
+                self._try_shared(chosen)
+            missing = min(target, self.best) - self.answer_at(self.counted[-1], limit)
+            if missing <= 0.1 * self.gap * abs(target) or time.monotonic() > self.deadline:
+                return
+            if not self.shares.improve(chosen, weights, missing):
+                return
+
+    def _try_shared(self, chosen: list[int]) -> None:
+        """Price an assignment that is better than the incumbent where its shared reshards count once."""
+        sums = self.model.sums(chosen) - self.shares.counted_again(chosen)
+        fits = not self.is_limited or peak_gib(sums) + self.least_error_gib <= self.limit_gib
+        if fits and self.hinges.seconds(sums) < self.best * (1 - self.gap):
+            self.try_out(chosen, hopeless=False)
 
     # -- one round
 

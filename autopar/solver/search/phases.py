@@ -201,6 +201,7 @@ class SearchPhases:
             if self.incumbent.plan is None:
                 lower_memory(search, limit_gib)
             if self.incumbent.plan is None:
+                search.count_once()
                 return search
             search.best = self.incumbent.seconds
         search.run()
@@ -210,6 +211,7 @@ class SearchPhases:
         if self.joined is None and search.is_wide:
             search.widen()
             splice_plans(search)
+        search.count_once()
         return search
 
     def search_keep_gathered(

@@ -5,22 +5,20 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from math import prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.values import NamedTensor
-from autopar.sharding.sharding import Sharding
 from autopar.solver import Floats
-from autopar.solver.model.cost_tables import CostTables, ValueUse
 from autopar.solver.model.model import Model
-from autopar.solver.model.objective import FORBIDDEN_SECONDS, MEMORY, MOMENTS, Hinges, Sum, every_peak_gib
+from autopar.solver.model.objective import FORBIDDEN_SECONDS, MOMENTS, Hinges, Sum, every_peak_gib
+from autopar.solver.model.shared_reshards import reshard_parts, shared_tensors
 from autopar.solver.search.elimination import Elimination
-from autopar.solver.search.lagrangian import LagrangianSearch
+from autopar.solver.search.lagrangian import SHARING_ROUNDS, LagrangianSearch, by_seconds
+from autopar.solver.search.reshard_shares import ReshardShares
 
 __all__ = ["EnumeratedModel", "close", "enumerated", "is_small", "prove_small"]
 
@@ -73,39 +71,17 @@ def _sums(model: Model, counts: tuple[int, ...]) -> Floats:
 
 def _subtract_shared_reshards(model: Model, counts: tuple[int, ...], total: Floats) -> None:
     """Subtract shared reshards: for every op but one that takes a tensor in one sharding, at most its reshard."""
-    tables = CostTables(model.setting)
-    for tensor in model.setting.graph.tensors.values():
-        users = model.setting.users.get(tensor.name, ())
-        place = model.place.get(("value" if tensor.kind == "activation" else "held", tensor.name))
-        if place is None or len(users) < 2:
-            continue
-        taken: dict[Sharding, list[tuple[int, Floats]]] = {}
-        for user in users:
-            node = model.place["op", user.name]
-            positions = [i for i, name in enumerate(user.operands) if name == tensor.name]
-            wants = [{option.operands[i] for i in positions} for option in model.variables[node].states]
-            for want in set().union(*wants) - {None}:
-                taken.setdefault(want, []).append((node, np.array([want in each for each in wants], dtype=float)))
-        for want, ops in taken.items():
-            if len(ops) > 1:
-                times = sum(_spread(takes[:, None], (node,), len(counts)) for node, takes in ops)
-                price = np.array([_price(tables, tensor, held, want) for held in model.variables[place].states])
-                total -= np.maximum(0.0, times - 1) * _spread(price, (place,), len(counts))
-
-
-def _price(tables: CostTables, tensor: NamedTensor, held: Any, want: Sharding) -> Floats:
-    """Return the sums of one reshard, without memory, which proves nothing."""
-    cut = tables.cut(tensor)
-    if tensor.kind == "param":
-        shared = [replace(held, shared=None if want == held.shared else want)]
-        found = tables.shared(cut, shared, tables.handled(tensor, kept=False))
-        price = np.array([found[key][0] if key in found else 0.0 for key in Sum])
-    else:
-        source = held if tensor.kind == "activation" else held.layout
-        use = ValueUse(again=True, share=tables.setting.prices.share(tensor.name))
-        price = tables.values(cut, [source], [(want,)], use).at(0, 0)
-    price[list(MEMORY)] = 0.0
-    return price
+    for one in shared_tensors(model):
+        states = model.variables[one.place].states
+        for want in one.wants:
+            ops = [(use.place, np.array([want in each for each in use.wants], dtype=float)) for use in one.uses]
+            times = sum(_spread(takes[:, None], (node,), len(counts)) for node, takes in ops)
+            paid = np.array([[want in each] for each in one.returned], dtype=float)
+            price = np.zeros((len(states), len(Sum)))
+            for key, values in reshard_parts(model.cost_tables, one.tensor, states, (want,), True, True).items():
+                price[:, key] = values[:, 0]
+            again = np.maximum(0.0, times - 1 + _spread(paid, (one.place,), len(counts)))
+            total -= again * _spread(price, (one.place,), len(counts))
 
 
 def _spread(sums: Floats, scope: tuple[int, ...], count: int) -> Floats:
@@ -132,7 +108,7 @@ class _Part:
 
 def close(
     elimination: Elimination,
-    weights: Floats,
+    terms: tuple[list[Floats], list[Floats]],
     best: float,
     price: Callable[[list[int]], float],
     most: int,
@@ -140,9 +116,10 @@ def close(
 ) -> float:
     """Return a bound on every assignment that could beat the incumbent, after at most `most` candidates.
 
-    `price` evaluates an assignment and returns the value to beat; `best` is that value at the start.
+    `terms` are the weighted costs of states and of pairs. `price` evaluates an assignment and returns the value to
+    beat; `best` is that value at the start.
     """
-    costs, tables = elimination.weighted(weights)
+    costs, tables = terms
     order = count()
     parts: list[tuple[float, int, _Part]] = []
 
@@ -248,7 +225,23 @@ def _close(search: LagrangianSearch, prices: Floats, most: int) -> float:
         search.try_out(chosen, hopeless=False)
         return below()
 
-    return close(search.elimination, weights, below(), price, most, search.deadline) + constant
+    terms = search.elimination.weighted(weights, _shares_in_parts(search, weights))
+    return close(search.elimination, terms, below(), price, most, search.deadline) + constant
+
+
+def _shares_in_parts(search: LagrangianSearch, weights: Floats) -> ReshardShares:
+    """Return shares of reshards with a high bound on the assignments of any part."""
+    shares = ReshardShares(search.model, is_whole=False)
+    best = min(search.found.values(), key=by_seconds, default=None)
+    if shares.groups and best is not None:
+        shares.begin(best.chosen)
+        target = search.elimination.least(weights).value
+        for _ in range(SHARING_ROUNDS):
+            value, chosen = search.elimination.least_once(weights, shares)
+            missing = target - value
+            if missing <= search.gap * abs(target) or not shares.improve(chosen, weights, missing):
+                break
+    return shares
 
 
 def _close_for_memory(search: LagrangianSearch, most: int) -> None:
@@ -264,4 +257,5 @@ def _close_for_memory(search: LagrangianSearch, most: int) -> None:
         search.try_out(chosen, hopeless=False)
         return below()
 
-    close(search.elimination, weights, below(), price, most, search.deadline)
+    terms = search.elimination.weighted(weights, ReshardShares(search.model, is_whole=False))
+    close(search.elimination, terms, below(), price, most, search.deadline)

@@ -1,0 +1,131 @@
+"""Tensors of several ops: `evaluate` counts one reshard for all ops that take a tensor in one sharding."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.ir.values import NamedNode, NamedTensor
+from autopar.sharding.sharding import Sharding
+from autopar.solver.model.builder import returned_as, returned_tensors
+from autopar.solver.model.cost_tables import CostTables, Parts, ValueUse
+from autopar.solver.model.model import Factor, FactorByMode, Model
+from autopar.solver.model.objective import MEMORY, Sum
+from autopar.solver.model.recompute_variables import RecomputeModes
+
+__all__ = ["SharedTensor", "TensorUse", "modes_of", "reshard_parts", "returned_from", "shared_tensors"]
+
+
+@dataclass(frozen=True, eq=False)
+class TensorUse:
+    """Use of a tensor by one op."""
+
+    # Variable of the op.
+    place: int
+    # Number of the factor with the cost of its reshard; None if none costs anything.
+    factor: int | None
+    # The op is recomputed, for each mode of its layer.
+    again: tuple[bool, ...]
+    # The shardings in which it takes the tensor, for each of its options.
+    wants: tuple[frozenset[Sharding], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedTensor:
+    """Tensor of several ops, and its uses in their order."""
+
+    tensor: NamedTensor
+    place: int
+    uses: tuple[TensorUse, ...]
+    # Its ops are in one layer whose mode is open.
+    is_in_layer: bool
+    # The shardings in which the step returns it, for each of its states. The state pays for these reshards.
+    returned: tuple[frozenset[Sharding], ...]
+
+    @property
+    def wants(self) -> tuple[Sharding, ...]:
+        """Return the shardings that several ops may take, or one and the caller of the step."""
+        counts: dict[Sharding, int] = defaultdict(int)
+        for taken in (*(use.wants for use in self.uses), self.returned):
+            for want in dict.fromkeys(want for each in taken for want in each):
+                counts[want] += 1
+        return tuple(want for want, count in counts.items() if count > 1)
+
+
+def shared_tensors(model: Model) -> Iterator[SharedTensor]:
+    """Yield the tensors with a variable of their own that several ops take, or one and the caller of the step."""
+    again, handed = modes_of(model), returned_tensors(model.setting.graph, model.setting.options.outputs)
+    numbers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, factor in enumerate(model.factors):
+        numbers[factor.scope[-2:]].append(number)
+    for tensor in model.setting.graph.tensors.values():
+        users = model.setting.users.get(tensor.name, ())
+        place = model.place.get(("value" if tensor.kind == "activation" else "held", tensor.name))
+        if place is None or len(users) + (tensor.name in handed) < 2:
+            continue
+        uses = []
+        for user in users:
+            op = model.place["op", user.name]
+            costly = [number for number in numbers[place, op] if _is_costly(model.factors[number])]
+            assert len(costly) < 2, f"{tensor.name} is resharded once for {user.name}"
+            wants = _wants(model, user, tensor.name)
+            uses.append(TensorUse(op, next(iter(costly), None), again.flags(user.name), wants))
+        layers = {again.layers.get(user.name) for user in users}
+        returned = returned_from(model, tensor, handed.get(tensor.name, ()))
+        yield SharedTensor(tensor, place, tuple(uses), len(layers) == 1 and None not in layers, returned)
+
+
+def returned_from(model: Model, tensor: NamedTensor, wholes: Sequence[bool]) -> tuple[frozenset[Sharding], ...]:
+    """Return the shardings in which a value is resharded for the caller of the step, for each of its states."""
+    states = model.variables[model.place["value" if tensor.kind == "activation" else "held", tensor.name]].states
+    if not wholes or tensor.kind == "param":
+        return (frozenset(),) * len(states)
+    layouts = states if tensor.kind == "activation" else [one.layout for one in states]
+    outputs = model.setting.options.outputs
+    return tuple(frozenset(returned_as(outputs, tensor, one, wholes)) - {one} for one in layouts)
+
+
+def _wants(model: Model, op: NamedNode, tensor: str) -> tuple[frozenset[Sharding], ...]:
+    """Return the shardings in which an op takes a tensor, for each of its options."""
+    at = [i for i, operand in enumerate(op.operands) if operand == tensor]
+    options = model.variables[model.place["op", op.name]].states
+    return tuple(frozenset(option.operands[i] for i in at) - {None} for option in options)
+
+
+def modes_of(model: Model) -> RecomputeModes:
+    """Return the recompute modes that a model decides, or has fixed."""
+    layers = [variable for variable in model.variables if variable.kind == "recompute"]
+    names, states = [one.name for one in layers], layers[0].states if layers else ()
+    return RecomputeModes.of(model.setting.graph, model.recompute, names, model.setting.trains, states)
+
+
+def reshard_parts(
+    tables: CostTables, tensor: NamedTensor, held: Sequence[Any], wants: Sequence[Sharding], again: bool, later: bool
+) -> Parts:
+    """Return the sums of the reshards from each state of a tensor to each sharding, without those of memory.
+
+    Of a value, `again` counts its forward twice. Of a parameter, `later` is as in `ParameterUse`.
+    """
+    cut = tables.cut(tensor)
+    if tensor.kind != "param":
+        sources = tuple(held) if tensor.kind == "activation" else tuple(one.layout for one in held)
+        use = ValueUse(again, share=tables.setting.prices.share(tensor.name))
+        table = tables.values(cut, sources, tuple((want,) for want in wants), use)
+        at = np.ix_(table.rows, table.columns)
+        return {key: values[at] for key, values in table.parts.items() if key not in MEMORY}
+    sums = np.zeros((len(Sum), len(held), len(wants)))
+    gathered = tables.handled(tensor, kept=False).gathered
+    for i, one in enumerate(held):
+        for j, want in enumerate(wants):
+            if want != one.shared:
+                tables.ways.add_moved(sums[:, i, j], cut, replace(one, shared=None), want, gathered, later)
+    return {key: sums[key] for key in Sum if sums[key].any() and key not in MEMORY}
+
+
+def _is_costly(factor: Factor) -> bool:
+    each = factor.table.each if isinstance(factor.table, FactorByMode) else (factor.table,)
+    return any(values.any() for table in each for key, values in table.parts.items() if key is not Sum.FORBIDDEN)

@@ -1,0 +1,328 @@
+"""A bound in which a reshard for several ops counts once, as in `evaluate`; the model counts it for each op.
+
+Each op that takes a tensor in one sharding pays a share of the reshard. If no set of ops pays more than all of it
+together, the least sum of the model is a lower bound. Shares are multipliers: the best ones give the highest bound.
+They follow the minimum by subgradients with the steps of Polyak. The minimum of the model itself is at least as high
+as any such bound, and ends the steps.
+
+Two kinds of sets need no shares. If all ops take a value in one sharding, it may as well be kept so: that state then
+costs what the cheapest way to it costs, a reshard from another kept sharding included. A parameter has states that are
+resharded once for all ops. So shares matter to values of three ops and more, and to parameters of four and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.solver import Floats
+from autopar.solver.model.cost_tables import CostTable, Parts, weigh
+from autopar.solver.model.model import FactorByMode, Model
+from autopar.solver.model.objective import Sum
+from autopar.solver.model.shared_reshards import SharedTensor, reshard_parts, shared_tensors
+
+__all__ = ["ReshardShares"]
+
+Flags = NDArray[np.bool_]
+
+# Shares, and differences of them, that count as zero.
+TINY = 1e-12
+
+
+@dataclass(eq=False)
+class ReshardShares:
+    """Shares of the shared reshards of a model.
+
+    `is_whole`: the minimum is that of all assignments. In a part of them, a value may not be kept in another sharding.
+    """
+
+    model: Model
+    is_whole: bool = True
+    groups: tuple[_SharingGroup, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found: dict[object, _SharingGroup] = {}
+        numbers: dict[int, list[int]] = {}
+        for number, factor in enumerate(self.model.factors):
+            for node in factor.scope:
+                numbers.setdefault(node, []).append(number)
+        for one in shared_tensors(self.model):
+            incident = numbers.get(one.place, [])
+            tables = tuple(id(self.model.factors[number].table) for number in incident)
+            uses = tuple(
+                (use.factor is None, use.again, id(self.model.variables[use.place].states)) for use in one.uses
+            )
+            key = one.tensor.kind, self.model.costs.kinds[one.place], tables, uses, one.is_in_layer, one.returned
+            ways = _WaysToKeep.of(self.model, one, incident)
+            if key not in found:
+                found[key] = _SharingGroup(self.model, one, ways if self.is_whole else None)
+            found[key].members.append((one, ways))
+        self.groups = tuple(group for group in found.values() if group.matters)
+
+    def discount(self, costs: list[Floats], tables: list[Floats], weights: Floats) -> None:
+        """Replace weighted costs and tables by those in which no reshard counts more than once."""
+        for group in self.groups:
+            group.discount(costs, tables, weights)
+
+    def counted_again(self, chosen: Sequence[int]) -> Floats:
+        """Return what the sums of an assignment count for the second op and later ones of a shared reshard."""
+        total = np.zeros(len(Sum))
+        for group in self.groups:
+            group.add_counted_again(total, chosen)
+        return total
+
+    def begin(self, chosen: Sequence[int]) -> None:
+        """Give the shares to the ops that take a tensor in one sharding in a good assignment."""
+        for group in self.groups:
+            for (want, row), takes in group.taken(chosen).items():
+                group.set_shares(want, row, takes / takes.sum())
+
+    def improve(self, chosen: Sequence[int], weights: Floats, missing: float) -> bool:
+        """Move shares along a subgradient at a minimum that is below the target by `missing`.
+
+        Return False if no move raises the minimum.
+        """
+        moves = [
+            (group, want, row, direction)
+            for group in self.groups
+            for (want, row), direction in group.directions(chosen, weights).items()
+        ]
+        norm = sum(float(direction @ direction) for *_, direction in moves)
+        for group, want, row, direction in moves:
+            group.set_shares(want, row, _on_simplex(group.shares[want][:, row] + missing / norm * direction))
+        return norm > 0.0
+
+
+@dataclass(frozen=True)
+class _WaysToKeep:
+    """Factors by which a tensor comes to be kept in a state."""
+
+    # The reshard from the op that makes a value.
+    maker: int | None
+    # Costs by the mode of a layer.
+    modes: tuple[int, ...]
+
+    @staticmethod
+    def of(model: Model, one: SharedTensor, incident: Sequence[int]) -> _WaysToKeep | None:
+        """Return None where contracts bear on the tensor, which forbid some ways."""
+        alone = model.variables[one.place].parts
+        if any(Sum.FORBIDDEN in parts for parts in alone) or any(
+            map(_forbids, (model.factors[i].table for i in incident))
+        ):
+            return None
+        into = [i for i in incident if model.factors[i].scope[-1] == one.place]
+        modes = tuple(i for i in into if model.variables[model.factors[i].scope[-2]].kind == "recompute")
+        makers = [i for i in into if i not in modes]
+        assert len(makers) <= 1, one.tensor.name
+        return _WaysToKeep(next(iter(makers), None), modes)
+
+
+def _forbids(table: CostTable | FactorByMode) -> bool:
+    """Return whether a table is a contract: it costs nothing but what is forbidden."""
+    return isinstance(table, CostTable) and set(table.parts) == {Sum.FORBIDDEN}
+
+
+class _SharingGroup:
+    """Tensors whose costs are equal: one set of shares serves all."""
+
+    def __init__(self, model: Model, one: SharedTensor, ways: _WaysToKeep | None) -> None:
+        self.model = model
+        self.one = one
+        self.members: list[tuple[SharedTensor, _WaysToKeep | None]] = []
+        self.wants = one.wants
+        self.takes = [
+            np.array([[want in each for each in use.wants] for want in self.wants], dtype=float).reshape(
+                len(self.wants), len(use.wants)
+            )
+            for use in one.uses
+        ]
+        self.states = model.variables[one.place].states
+        self.takers: Flags = np.stack([takes.any(axis=1) for takes in self.takes])
+        self.homes = {} if ways is None or one.tensor.kind == "param" else self._homes()
+        self.largest = [self._largest_set(number) for number in range(len(self.wants))]
+        # For each state: the shardings that are paid for anyway, as the step returns the tensor so.
+        self.returned: Flags = np.array(
+            [[want in each for want in self.wants] for each in one.returned], dtype=np.bool_
+        )
+        self.active = [want for want, most in enumerate(self.largest) if most > 1 or self.returned[:, want].any()]
+        counts = self.takers.sum(axis=0)
+        self.shares = [
+            np.repeat((own / count)[:, None], len(self.states), axis=1)
+            for own, count in zip(self.takers.T.astype(float), counts, strict=True)
+        ]
+        self.paid = [
+            np.repeat(
+                _lifted(shares[:, 0], self.takers[:, number], self.largest[number])[:, None], shares.shape[1], axis=1
+            )
+            for number, shares in enumerate(self.shares)
+        ]
+
+    @property
+    def matters(self) -> bool:
+        return bool(self.homes or self.active)
+
+    def _homes(self) -> dict[int, int]:
+        """Return the state that is each sharding which all ops may take."""
+        if any(len(each) > 1 for use in self.one.uses for each in use.wants):
+            return {}
+        is_value = self.one.tensor.kind == "activation"
+        places = {one if is_value else one.layout: i for i, one in enumerate(self.states)}
+        every = [want for i, want in enumerate(self.wants) if self.takers[:, i].all()]
+        return {self.wants.index(want): places[want] for want in every if want in places}
+
+    def _largest_set(self, want: int) -> int:
+        """Return the size of the largest set of ops whose shares may sum to no more than one."""
+        count = len(self.one.uses)
+        most = int(self.takers[:, want].sum())
+        if want in self.homes:
+            return count - 1
+        takes_one = all(len(each) < 2 for use in self.one.uses for each in use.wants)
+        # The largest set of ops has a state of its own.
+        return min(most, count // 2) if self.one.tensor.kind == "param" and takes_one else most
+
+    # -- weighted costs
+
+    @cached_property
+    def _parts(self) -> Mapping[bool, Parts]:
+        """Return the sums of each reshard: recomputed or not; of a parameter, for a later op or the first."""
+        made = self.model.cost_tables
+        is_param = self.one.tensor.kind == "param"
+        needed = {True, False} if is_param else {flag for use in self.one.uses for flag in use.again}
+        return {
+            flag: reshard_parts(made, self.one.tensor, self.states, self.wants, flag and not is_param, flag)
+            for flag in needed.union(self._least, [all(self._least)])
+        }
+
+    @cached_property
+    def _least(self) -> tuple[bool, ...]:
+        """Return for each mode which reshard is the cheapest of those that an op may pay."""
+        if self.one.tensor.kind == "param":
+            return (True,)
+        flags = [use.again for use in self.one.uses]
+        if self.one.is_in_layer:
+            return tuple(all(own[min(mode, len(own) - 1)] for own in flags) for mode in range(max(map(len, flags))))
+        return (all(map(all, flags)),)
+
+    def _weighted(self, weights: Floats, flag: bool) -> Floats:
+        parts: Parts = {key: values for key, values in self._parts[flag].items() if key != Sum.FORBIDDEN}
+        return weigh(parts, weights) if parts else np.zeros((len(self.states), len(self.wants)))
+
+    def discount(self, costs: list[Floats], tables: list[Floats], weights: Floats) -> None:
+        if self.homes:
+            self._discount_homes(costs, tables, weights)
+        prices = {flag: self._weighted(weights, flag) for flag in self._parts} if self.active else {}
+        for i, use in enumerate(self.one.uses):
+            own = [want for want in self.active if self.takers[i, want]]
+            if use.factor is None or not own:
+                continue
+            old = tables[use.factor]
+            count = len(old) if old.ndim == 3 else 1
+            less = [self._discounted(i, own, prices, mode) for mode in range(count)]
+            new = old - (np.stack(less) if old.ndim == 3 else less[0])
+            for other, _ in self.members:
+                number = other.uses[i].factor
+                assert number is not None, other.tensor.name
+                tables[number] = new
+
+    def _discounted(self, i: int, wants: list[int], prices: Mapping[bool, Floats], mode: int) -> Floats:
+        """Return by how much less an op pays in a mode, for each state of the tensor and each of its options."""
+        again = self.one.uses[i].again
+        flag = i > 0 if self.one.tensor.kind == "param" else again[min(mode, len(again) - 1)]
+        least = prices[self._least[min(mode, len(self._least) - 1)]][:, wants]
+        paid = np.array([self.paid[want][i] for want in wants]).T
+        return np.asarray((prices[flag][:, wants] - paid * least) @ self.takes[i][wants])
+
+    def _discount_homes(self, costs: list[Floats], tables: list[Floats], weights: Floats) -> None:
+        """Let each state cost what it costs to keep the tensor otherwise, and to reshard it once for all ops."""
+        _, ways = self.members[0]
+        assert ways is not None, "contracts bear on no tensor with ways"
+        numbers, homes = list(self.homes), list(self.homes.values())
+        flag = all(self._least)
+        via = np.where(self.returned, 0.0, weigh(self._parts[flag], weights))[:, numbers]
+        own = costs[self.one.place]
+        apart = own[:, None] - own[None, homes]
+        for number in ways.modes:
+            apart = apart + (tables[number][:, :, None] - tables[number][:, None, homes]).min(axis=0)
+        via = via + apart
+        if ways.maker is None:
+            new = own.copy()
+            new[homes] = np.minimum(own[homes], own[homes] + via.min(axis=0))
+            for other, _ in self.members:
+                costs[other.place] = new
+            return
+        old = tables[ways.maker]
+        new = old.copy()
+        for place, home in enumerate(homes):
+            new[..., home] = np.minimum(old[..., home], (old + via[:, place]).min(axis=-1))
+        for _, one in self.members:
+            assert one is not None, "members have equal factors"
+            assert one.maker is not None, "members have equal factors"
+            tables[one.maker] = new
+
+    def add_counted_again(self, total: Floats, chosen: Sequence[int]) -> None:
+        parts = self._parts[all(self._least)]
+        for one, _ in self.members:
+            times = self._taken_by(one, chosen).sum(axis=0) - 1 + self.returned[chosen[one.place]]
+            for want in np.flatnonzero(times > 0).tolist():
+                for key, values in parts.items():
+                    total[key] += times[want] * values[chosen[one.place], want]
+
+    # -- shares
+
+    def _taken_by(self, one: SharedTensor, chosen: Sequence[int]) -> Floats:
+        """Return which shardings each op takes."""
+        return np.array([takes[:, chosen[use.place]] for takes, use in zip(self.takes, one.uses, strict=True)])
+
+    def taken(self, chosen: Sequence[int]) -> dict[tuple[int, int], Floats]:
+        """Return how often each op takes a sharding of which it pays a share, by the sharding and the kept state."""
+        found: dict[tuple[int, int], Floats] = {}
+        for one, _ in self.members if self.active else ():
+            takes = self._taken_by(one, chosen)
+            for want in self.active:
+                key = want, chosen[one.place]
+                if takes[:, want].any() and self.largest[want] > 1 and not self.returned[key[1], want]:
+                    found[key] = found.get(key, 0.0) + takes[:, want]
+        return found
+
+    def directions(self, chosen: Sequence[int], weights: Floats) -> dict[tuple[int, int], Floats]:
+        """Return the subgradients of the minimum, without what would leave the simplex."""
+        taken = self.taken(chosen)
+        prices = self._weighted(weights, all(self._least)) if taken else np.zeros((0, 0))
+        found = {}
+        for (want, row), takes in taken.items():
+            gains = prices[row, want] * takes
+            moves = self.takers[:, want].copy()
+            while True:
+                direction = np.where(moves, gains - gains[moves].mean(), 0.0)
+                stays = moves & (self.shares[want][:, row] <= TINY) & (direction < 0)
+                if not stays.any():
+                    break
+                moves &= ~stays
+            if np.abs(direction).max() > TINY * gains.max():
+                found[want, row] = direction
+        return found
+
+    def set_shares(self, want: int, row: int, shares: Floats) -> None:
+        self.shares[want][:, row] = shares
+        self.paid[want][:, row] = _lifted(shares, self.takers[:, want], self.largest[want])
+
+
+def _lifted(shares: Floats, takers: Flags, most: int) -> Floats:
+    """Raise shares that sum to one until the largest `most` of them do; only the ops that take a sharding have one."""
+    if most <= 1:
+        return takers.astype(np.float64)
+    descending = np.sort(shares)[::-1]
+    total = descending[:most].sum()
+    return np.where(takers, np.maximum(shares, descending[most - 1]) / total, 0.0)
+
+
+def _on_simplex(values: Floats) -> Floats:
+    """Return the nearest point whose entries sum to one and are not negative."""
+    descending = np.sort(values)[::-1]
+    above = np.cumsum(descending) - 1.0
+    last = np.flatnonzero(descending * np.arange(1, len(values) + 1) > above)[-1]
+    return np.asarray(np.maximum(values - above[last] / (last + 1), 0.0))
