@@ -121,6 +121,11 @@ class NamedGraph:
         return footprints(self.exported, twins)
 
     @cached_property
+    def local_footprints(self) -> dict[Hashable, Footprint]:
+        """Return the footprints of ops on shards that are known by now; `local_memory` adds them."""
+        return {}
+
+    @cached_property
     def ops_of_layers(self) -> Mapping[str, tuple[str, ...]]:
         """Return the ops of each repeated layer in order, by the path of its module."""
         by_node = {node.node: node.name for node in self.nodes}

@@ -6,7 +6,7 @@ footprint. A lowered op, with collectives inside, runs other ops: its lowering r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from operator import itemgetter
@@ -32,7 +32,7 @@ from autopar.sharding.buckets import Bucket, buffers_of, shape_of
 from autopar.sharding.lowered_ops import LoweredOpContext
 from autopar.sharding.lowered_ops.base import OpMessage, Send
 from autopar.sharding.lowered_ops.ring_attention import RingPass
-from autopar.sharding.reshard.reshard import Step, StepKind
+from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, ReshardPlan
 from autopar.sharding.sharding import atoms_of
 
@@ -73,9 +73,17 @@ def local_footprint(
         # Window ops with halos run unchanged, on their shard joined with its neighbours' edges.
         kinds = {step.kind for message in lowered_op.messages() for step in message.reshard.forward}
         if StepKind.HALO_EXCHANGE not in kinds:
-            return _lowered_footprint(graph, node, op_assignment, lowered_op, axes)
+            key = _measured_key(graph, node, op_assignment, lowered_op, axes)
+            known = graph.local_footprints.get(key)
+            if known is None:
+                known = graph.local_footprints[key] = _lowered_footprint(graph, node, op_assignment, lowered_op, axes)
+            return known
     if node.op in OF_LOCAL_SHAPES:
-        return _local_shapes_footprint(graph, node, op_assignment, axes)
+        key = _measured_key(graph, node, op_assignment, None, axes)
+        known = graph.local_footprints.get(key)
+        if known is None:
+            known = graph.local_footprints[key] = _local_shapes_footprint(graph, node, op_assignment, axes)
+        return known
     whole = graph.footprints[node.node]
     share = share_of(node, op_assignment.choice, axes)
     return replace(
@@ -84,6 +92,33 @@ def local_footprint(
         forward_bytes=round(whole.forward_bytes * share),
         backward_bytes=round(whole.backward_bytes * share),
     )
+
+
+def _measured_key(
+    graph: NamedGraph,
+    node: NamedNode,
+    op_assignment: OpAssignment,
+    lowered_op: LoweredOpContext | None,
+    axes: SubMesh,
+) -> Hashable:
+    """Return what a measured footprint depends on: sizes of shards and messages, not the names of axes."""
+    shapes = tuple(
+        None if name is None else _operand_shape(graph, name, op_assignment, i, axes)
+        for i, name in enumerate(node.operands)
+    )
+    called = id(graph.footprints[node.node]), shapes
+    if lowered_op is None:
+        return called
+    messages = tuple(
+        (type(one), one.itemsize, one.differentiable, _sizes_of(one.reshard)) for one in lowered_op.messages()
+    )
+    splits = tuple((site, tuple(axes[axis] for axis in used)) for site, used in lowered_op.splits)
+    factors = tuple((factor, tuple(axes[axis] for axis in used)) for factor, used in lowered_op.factors.items())
+    return called, lowered_op.lowering, splits, factors, messages
+
+
+def _sizes_of(one: Reshard) -> Hashable:
+    return tuple(one.atoms.fold(end.largest_sizes(one.atoms, one.axes)) for end in (one.source, one.target))
 
 
 def _local_shapes_footprint(
@@ -134,10 +169,16 @@ def _lowered_footprint(
 
 
 def _operand(graph: NamedGraph, name: str, op_assignment: OpAssignment, position: int, axes: SubMesh) -> Tensor:
+    tensor = graph.tensors[name]
+    return fake_input(_operand_shape(graph, name, op_assignment, position, axes), tensor.dtype, tensor.requires_grad)
+
+
+def _operand_shape(
+    graph: NamedGraph, name: str, op_assignment: OpAssignment, position: int, axes: SubMesh
+) -> tuple[int, ...]:
     tensor, layout = graph.tensors[name], op_assignment.operands[position]
     atoms = atoms_of(tensor)
-    shape = tensor.shape if layout is None else atoms.fold(layout.largest_sizes(atoms, axes))
-    return fake_input(shape, tensor.dtype, tensor.requires_grad)
+    return tensor.shape if layout is None else atoms.fold(layout.largest_sizes(atoms, axes))
 
 
 def _argument(value: Any, operand: Tensor | None) -> Any:
