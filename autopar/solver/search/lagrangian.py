@@ -124,6 +124,8 @@ class LagrangianSearch:
     between: Floats = field(default_factory=lambda: np.zeros(0))
     # `proved` holds for all assignments, so it cannot be raised.
     is_enumerated: bool = False
+    # No plan that was tried fits.
+    is_short: bool = False
     # Lower bounds at some multipliers in which a shared reshard counts once.
     counted: list[tuple[float, Floats]] = field(default_factory=list)
 

@@ -40,19 +40,28 @@ def least_memory(search: LagrangianSearch) -> Candidate:
     return min(tried, key=lambda one: one.peak_gib)
 
 
-def lower_memory(search: LagrangianSearch, limit_gib: float) -> None:
-    """Search repeatedly under a limit just below the least memory found, until a plan fits."""
+def lower_memory(search: LagrangianSearch, limit_gib: float, least_gib: float) -> None:
+    """Search repeatedly under a limit just below the least memory found, at first `least_gib`, until a plan fits.
+
+    Where the estimates prove that none can, search once: the user reads the least that was found.
+    """
+    may_fit = _least_estimate_gib(search) + search.least_error_gib <= limit_gib
     while time.monotonic() < search.deadline:
-        least = min((one.peak_gib for one in search.found.values()), default=np.inf)
-        if least <= limit_gib or not np.isfinite(least):
+        least_gib = min([least_gib, *(one.peak_gib for one in search.found.values())])
+        if least_gib <= limit_gib or not np.isfinite(least_gib):
             break
-        search.limit_gib = least * (1 - LESS)
+        search.limit_gib = least_gib * (1 - LESS)
         search.best = np.inf
         search.run()
         splice_plans(search)
-        if min(one.peak_gib for one in search.found.values()) > search.limit_gib:
+        if not may_fit or min((one.peak_gib for one in search.found.values()), default=np.inf) > search.limit_gib:
             break
     search.limit_gib = limit_gib
+
+
+def _least_estimate_gib(search: LagrangianSearch) -> float:
+    """Return a lower bound on the memory estimate of all plans."""
+    return max(search.elimination.least(np.array(shares) @ MOMENTS).value for shares in LEAST)
 
 
 def splice_plans(search: LagrangianSearch) -> None:

@@ -199,8 +199,10 @@ class SearchPhases:
         if search.is_limited and least_memory(search).peak_gib > limit_gib and self.incumbent.plan is None:
             search_least_memory(self)
             if self.incumbent.plan is None:
-                lower_memory(search, limit_gib)
+                search.hint = None  # the least memory is sought, not the least time
+                lower_memory(search, limit_gib, self.incumbent.least_bytes / 2**30)
             if self.incumbent.plan is None:
+                search.is_short = True
                 search.count_once()
                 return search
             search.best = self.incumbent.seconds
@@ -219,13 +221,14 @@ class SearchPhases:
     ) -> LagrangianSearch:
         """Search again with parameters that stay gathered until the optimizer steps, if the host bounds the step.
 
-        This saves host time only, so the first search leaves it out. Small models always try it.
+        This saves host time only, so the first search leaves it out. Small models always try it. It takes more memory:
+        where no plan fits it is not tried.
         """
         is_limited = bool(np.isfinite(limit_gib))
         if not lasting:
             search = self.searched(self.model(is_limited), limit_gib, deadline, hint)
             hint = search.hinge_multipliers()
-            if hint[HOST] == 0.0 and not is_small(search):
+            if search.is_short or (hint[HOST] == 0.0 and not is_small(search)):
                 return search
         return self.searched(self.model(is_limited, lasting=True), limit_gib, deadline, hint)
 
@@ -233,7 +236,7 @@ class SearchPhases:
         """Lower the memory of plans until one fits."""
         search = self.search(self.model(is_limited=True), self.incumbent.limit / 2**30, self.deadline)
         least_memory(search)
-        lower_memory(search, search.limit_gib)
+        lower_memory(search, search.limit_gib, self.incumbent.least_bytes / 2**30)
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,7 @@ def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:
         if not is_free and bound < beat_seconds:
             lasting = hint is not None and bool(hint[HOST] > 0)
             search = work.search_keep_gathered(incumbent.limit / 2**30, work.deadline, hint, lasting)
-            if incumbent.plan is None and hint is not None:  # as the least that would do is found
+            if incumbent.plan is None and hint is not None and not search.is_short:
                 search = work.search_keep_gathered(incumbent.limit / 2**30, work.deadline)
             bound = max(bound, search.bound)
             if incumbent.exceeds_host:
