@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,24 @@ def test_trainer_takes_the_steps_of_one_process(layout: str, local: bool, accumu
             assert len(some) == STEPS
             torch.testing.assert_close(some, others, rtol=2e-3, atol=2e-5)
         torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+
+
+def accumulate_rows(folder: str) -> list[bool]:
+    """Whether Trainer with local inputs warns, without and with accumulation."""
+    found = []
+    with host_environment():
+        for accumulation in (1, 2):
+            made = trainer(parallel(llama(), "zero1", True), folder, True, gradient_accumulation_steps=accumulation)
+            with warnings.catch_warnings(record=True) as shown:
+                warnings.simplefilter("always")
+                made.train()
+            found.append(any("Trainer accumulates steps of local inputs" in str(one.message) for one in shown))
+    return found
+
+
+@pytest.mark.slow
+def test_accumulated_steps_of_local_inputs_warn(tmp_path: Path) -> None:
+    assert launch(accumulate_rows, str(tmp_path), ranks=2) == [[False, True]] * 2
 
 
 def optimizer_states() -> Any:
