@@ -1,4 +1,4 @@
-"""The code of pages that run a model, on two ranks. Pages run on one rank in tests/test_docs.py."""
+"""The code of pages on two ranks. Pages run on one rank in tests/test_docs.py."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import pytest
 import torch.distributed as dist
 
 from tests.runtime.launcher import launch
-from tests.test_docs import ROOT, blocks, skip_without_hosts
+from tests.test_docs import PAGES as DOCUMENTS
+from tests.test_docs import ROOT, blocks, page_name, skip_without_hosts
 
-# Pages whose code takes the number of ranks from the process group.
-PAGES = ("docs/running.md", "docs/hosts.md")
+# Every page: code that runs a model takes the number of ranks from the process group, and the rest needs none.
+PAGES = [page_name(page) for page in DOCUMENTS if "```python" in page.read_text()]
+QUICK = "docs/running.md"
 # What torchrun sets, and Accelerate reads.
 ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
 
 
-def run_page(page: str, folder: str) -> bool:
-    """Run the Python blocks of a page in a folder that all ranks share; return whether it ends the process group."""
+def run_page(page: str, folder: str) -> int:
+    """Run the Python blocks of a page in a folder that all ranks share; return how often it ends the process group."""
     os.chdir(folder)
     module = ModuleType("page")
     sys.modules["page"] = module
@@ -34,11 +36,14 @@ def run_page(page: str, folder: str) -> bool:
             if block.language == "python":
                 source = "\n" * (block.first_line - 1) + dedent(block.body)
                 exec(compile(source, page, "exec"), module.__dict__)
-    return ended.call_count == 1
+    return ended.call_count
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [page if page == QUICK else pytest.param(page, marks=pytest.mark.slow) for page in PAGES]
+)
 def test_code_of_a_page_runs_on_two_ranks(page: str, tmp_path: Path) -> None:
     skip_without_hosts(page)
     (tmp_path / "examples").symlink_to(ROOT / "examples", target_is_directory=True)
-    assert launch(run_page, page, str(tmp_path), ranks=2) == [True, True]
+    ends = (ROOT / page).read_text().count("dist.destroy_process_group()")
+    assert launch(run_page, page, str(tmp_path), ranks=2) == [ends, ends]
