@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format docs matrix matrix-oldest matrix-newest
+.PHONY: help demo test test-all check format docs matrix matrix-oldest matrix-newest release-check
 
 help:
 	@echo "make demo      create .venv, install, plan Llama-3-8B for 64 GPUs, run a plan on 4 processes and compare with one"
@@ -22,7 +22,8 @@ help:
 	@echo "make test-all  run the tests that 'make test' leaves out: the long matrices of cases"
 	@echo "make check     lint, format and types only"
 	@echo "make matrix    install the oldest and the newest torch into .venv-matrix, and run some tests on each"
-	@echo "make docs      create .venv, install, build the site of the documentation into site/"
+	@echo "make docs      create .venv, install, build the site of the documentation into site/VERSION"
+	@echo "make release-check  build wheel and sdist, install them into bare environments, plan and verify; build the site"
 	@echo "make format    mend what lint and format can mend"
 
 demo: $(INSTALLED)
@@ -61,8 +62,15 @@ matrix-oldest matrix-newest: matrix-%:
 	$(MATRIX)/$*/bin/python -m pip install --quiet --disable-pip-version-check "$(REQUIREMENT)" --editable ".[test]"
 	OMP_NUM_THREADS=1 $(MATRIX)/$*/bin/python -m pytest -n $(WORKERS) --dist worksteal $(MATRIX_TESTS)
 
+# Each version has a folder of its own, and site/index.html leads to the one that was built last.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	version=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' autopar/__init__.py) && \
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site/$$version && \
+	echo "<meta http-equiv=refresh content='0; url=$$version/index.html'>" > site/index.html
+
+# Pythons of the classifiers that are on the path are tried too, without torch.
+release-check: $(INSTALLED) docs
+	$(BIN)/python -m pytest tests/test_packaging.py tests/test_release.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from autopar.tracing.annotations import constrain, named
     from autopar.tracing.trace import trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AutoparError",

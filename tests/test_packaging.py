@@ -10,7 +10,10 @@ from zipfile import ZipFile
 
 import pytest
 
+import autopar
+
 ROOT = Path(__file__).parent.parent
+INFO = f"autopar-{autopar.__version__}.dist-info"
 FOLDERS = ("cost_models", "strategies")
 WHERE = "from autopar.files import data_folder; print(*(data_folder(n) for n in ('cost_models', 'strategies')))"
 
@@ -49,13 +52,13 @@ def test_wheel_carries_all_files_of_the_package(wheel: Path) -> None:
 def test_wheel_carries_the_package_and_nothing_else(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {"autopar/__init__.py", "autopar/py.typed", "autopar-0.1.0.dist-info/licenses/LICENSE"} <= names
-    assert {name.split("/")[0] for name in names} == {"autopar", "autopar-0.1.0.dist-info"}
+    assert {"autopar/__init__.py", "autopar/py.typed", f"{INFO}/licenses/LICENSE"} <= names
+    assert {name.split("/")[0] for name in names} == {"autopar", INFO}
 
 
 def test_wheel_names_the_command(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
-        entry_points = archive.read("autopar-0.1.0.dist-info/entry_points.txt").decode()
+        entry_points = archive.read(f"{INFO}/entry_points.txt").decode()
     assert "autopar = autopar.cli:main" in entry_points
 
 
