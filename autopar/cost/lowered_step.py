@@ -21,7 +21,15 @@ from autopar.sharding.layout.syntax import Recompute
 from autopar.sharding.offload import moved_inputs, offloaded
 from autopar.sharding.options import sum_dtype
 from autopar.sharding.pipelining import late_weights
-from autopar.sharding.recompute import RecomputeRegion, layered, reading, recompute_regions, recomputed_ops
+from autopar.sharding.recompute import (
+    RecomputeRegion,
+    RerunEnds,
+    layered,
+    reading,
+    recompute_regions,
+    recomputed_ops,
+    rerun_ends,
+)
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan, insert_reshards
 from autopar.sharding.schedules import StageOrders, orders
 from autopar.sharding.sharding import Sharding
@@ -268,6 +276,13 @@ class LoweredStep:
     def recomputed(self) -> frozenset[str]:
         """Return the ops that the backward recomputes."""
         return recomputed_ops(self.graph, self._regions)
+
+    @cached_property
+    def rerun_ends(self) -> RerunEnds:
+        """Return the recomputed ops that the recompute of their layer does not reach."""
+        found = rerun_ends(self.graph, self._regions, self.plan.options)
+        # Products that put off gradients save their operands after they ran.
+        return found._replace(idle=found.idle - (self.late_weights.keys() - found.beyond))
 
     @property
     def reduces_early(self) -> bool:

@@ -273,7 +273,7 @@ class _Profiler:
         for node in self.graph.nodes:
             work = self._works[node.name]
             tasks = list(self._forward(node, work, "forward", parameters=False))
-            tasks *= 2 if node.name in self.step.recomputed else 1
+            tasks += self._rerun(node, work) if node.name in self.step.recomputed else ()
             tasks += self._backward(node, work) if self.graph.exported.grad_enabled else ()
             found[node.name] = sum(task.seconds for task in tasks if not task.overlapped)
         return found
@@ -298,7 +298,7 @@ class _Profiler:
             if mode != "none" and layer != inside:
                 # The backward enters the layer: the recomputed ops of its forward run first.
                 for one in layers.get(layer, ()):
-                    backward += self._forward(one, works[one.name], "recompute", parameters=False)
+                    backward += self._rerun(one, works[one.name])
             inside = layer
             backward += self._backward(node, works[node.name])
         return forward, backward
@@ -322,11 +322,22 @@ class _Profiler:
                 yield from (task._replace(direction=direction) for task in self._bucket(bucket, "forward"))
         if parameters:
             yield from self._casts(node)
-        for one in self._value_reshards(reshards):
-            yield from self.tasks.message(one, "forward", work, direction)
+        yield from self._taken(node, work, direction)
         yield from self.tasks.op(node.name, direction, work.forward)
         for one in reshards.after:
             yield from self.tasks.reshard(one, "forward", direction)
+
+    def _taken(self, node: NamedNode, work: OpWork, direction: Direction) -> Iterator[Task]:
+        for one in self._value_reshards(self.reshard_plan.ops[node.name]):
+            yield from self.tasks.message(one, "forward", work, direction)
+
+    def _rerun(self, node: NamedNode, work: OpWork) -> Iterator[Task]:
+        """Yield what the recompute of a layer runs of one op."""
+        ends = self.step.rerun_ends
+        if node.name not in ends.idle:
+            yield from self._forward(node, work, "recompute", parameters=False)
+        elif node.name not in ends.beyond:
+            yield from self._taken(node, work, "recompute")
 
     def _backward(self, node: NamedNode, work: OpWork) -> Iterator[Task]:
         reshards = self.reshard_plan.ops[node.name]

@@ -26,6 +26,9 @@ class TrainingOptions:
     compiled: bool = False
     # The graph of a step is traced in its compute dtype.
     precision: Precision = OWN
+    # False: the recompute of a layer stops when all saved tensors are back, as ours does. True: it runs all ops, as
+    # reentrant checkpoints do, which other software uses.
+    recompute_to_end: bool = False
     # Cluster levels that the user chose for axes: `{"dp": "network"}`.
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.ir.analysis.contractions import ATTENTIONS, RECURRENT, multiplied
+from autopar.ir.analysis.float8_linears import in_float8
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import Precision
 from autopar.ir.values import NamedNode
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.recompute_ops import OpItem, RecomputeList
 from autopar.sharding.layout.syntax import Recompute
+from autopar.sharding.options import TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,40 @@ def _is_expensive(node: NamedNode, weights: Collection[str]) -> bool:
 def _is_product(node: NamedNode, weights: Collection[str]) -> bool:
     pair = multiplied(node)
     return pair is not None and any(node.operands[i] in weights for i in pair)
+
+
+class RerunEnds(NamedTuple):
+    """Last ops of fully recomputed regions: torch stops a recompute as soon as all saved tensors are back."""
+
+    # Ops that are not executed again.
+    idle: frozenset[str]
+    # Of these, ops whose operands are not resharded again either: they come after the last saved tensor.
+    beyond: frozenset[str]
+
+
+def rerun_ends(graph: NamedGraph, regions: Iterable[RecomputeRegion], options: TrainingOptions) -> RerunEnds:
+    """Return the ops at the ends of fully recomputed regions that their recompute does not reach."""
+    nodes = {node.name: node for node in graph.nodes}
+    beyond: list[str] = []
+    last: list[str] = []
+    for region in () if options.recompute_to_end else regions:
+        for op in reversed(region.ops if region.mode == "full" else ()):
+            trains = any(name is not None and graph.tensors[name].requires_grad for name in nodes[op].outputs)
+            footprint = graph.footprints[nodes[op].node]
+            if trains and (footprint.keeps or footprint.keeps_outputs or footprint.internal_bytes):
+                if _saves_first(nodes[op], graph, options.precision):
+                    last.append(op)
+                break
+            beyond.append(op)
+    return RerunEnds(frozenset((*beyond, *last)), frozenset(beyond))
+
+
+def _saves_first(node: NamedNode, graph: NamedGraph, precision: Precision) -> bool:
+    """Return whether an op saves its operands before it runs, and nothing else: torch's products do."""
+    return node.op in _PRODUCTS and not in_float8(node, graph.tensors, precision)
+
+
+_PRODUCTS = frozenset(f"aten.{name}.default" for name in ("linear", "mm", "addmm", "bmm", "matmul"))
 
 
 def layered(regions: Iterable[RecomputeRegion]) -> dict[str, tuple[int, Recompute]]:

@@ -340,6 +340,7 @@ def _plan(graph: NamedGraph, run: Run) -> StepPlan:
         micro_batches=run.micro_batches,
         precision=_precision(run),
         compiled=run.software.compiled,
+        recompute_to_end=run.software.recomputes_to_end,
     )
     return plan.with_regather(parameters if run.regathers else ()).with_recompute(layers).with_options(options)
 

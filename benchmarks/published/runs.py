@@ -61,6 +61,8 @@ class Software:
     gathers_again: bool = False
     # Number of products that multiply a gathered value, so that the first begins before all of it is there.
     pieces: int = 1
+    # A recompute runs all ops of a layer; else it stops when all saved tensors are back.
+    recomputes_to_end: bool = True
     # Small kernels of a block, forward and backward, beyond those of the model that stands in for it.
     block_launches: int = 0
     # Seconds of its host for a block beyond launching kernels.

@@ -108,9 +108,17 @@ def test_flops(graph: NamedGraph) -> None:
     assert found.flops == pytest.approx(6 * tokens * matrices + tokens * attention, rel=0.01)
     assert found.device_flops * 16 == pytest.approx(found.flops, rel=0.01)
     layers = [path for repeat in graph.repeats for path in repeat.module_paths]
-    again = evaluate(graph, plan_of(graph, "ddp").with_recompute(dict.fromkeys(layers, "full")), CLUSTER)
-    assert again.flops == found.flops
-    assert again.device_flops / found.device_flops == pytest.approx(1.28, abs=0.05)
+    plan = plan_of(graph, "ddp").with_recompute(dict.fromkeys(layers, "full"))
+    again, to_end = (
+        evaluate(graph, plan.with_options(replace(plan.options, recompute_to_end=whole)), CLUSTER)
+        for whole in (False, True)
+    )
+    assert again.flops == to_end.flops == found.flops
+    assert to_end.device_flops / found.device_flops == pytest.approx(1.28, abs=0.05)
+    # The last product of a layer does not run again.
+    last = sum(2 * tokens / 16 * prod(t.shape) for t in graph.parameters if t.name.endswith(".down.weight"))
+    assert last > 0
+    assert to_end.device_flops - again.device_flops == pytest.approx(last)
     assert again.mfu < found.mfu
 
 
@@ -130,7 +138,8 @@ def test_recomputation_trades_time_for_memory(graph: NamedGraph) -> None:
     )
     assert none.step_seconds < selective.step_seconds < full.step_seconds
     assert none.memory.saved_bytes > selective.memory.saved_bytes > full.memory.saved_bytes
-    assert full.compute.recompute_seconds > 0.8 * (full.step_seconds - none.step_seconds)
+    # One of the two all-reduces of a layer runs again.
+    assert full.compute.recompute_seconds > 0.7 * (full.step_seconds - none.step_seconds)
 
 
 def test_micro_batches_send_once_what_waits(graph: NamedGraph) -> None:

@@ -60,7 +60,7 @@ class _Use:
     entries: Entries
     # The shardings in which the op takes the tensor, for each column of the table.
     wants: tuple[frozenset[Sharding], ...]
-    # The op is recomputed.
+    # A recompute brings it to the op once more.
     again: bool
 
     @staticmethod
@@ -70,7 +70,7 @@ class _Use:
         options = model.variables[entries.factor.scope[-1]].states
         at = [i for i, name in enumerate(user.operands) if name == tensor.name]
         taken = [{options[column].operands[i] for i in at} for column in entries.columns.tolist()]
-        flags = again.flags(user.name)
+        flags = again.takes(user.name)
         return _Use(
             number, entries, tuple(frozenset(each - {None}) for each in taken), flags[entries.mode % len(flags)]
         )

@@ -85,7 +85,7 @@ class OpVariables(ModelBuilder):
 
     def _op_parts(self, node: NamedNode, options: tuple[OpSharding, ...], mode: int) -> Parts:
         fused = self.shares.get(node.name)
-        again = self.again.flags(node.name)[mode]
+        again, runs = self.again.flags(node.name)[mode], self.again.runs(node.name)[mode]
         # Shared values count where they are kept, and not at their producer.
         keeping = tuple(
             name if name is not None and not self._is_shared(name) and self._counts(name, node, mode) else None
@@ -97,10 +97,10 @@ class OpVariables(ModelBuilder):
         keeps = self.regather and self.setting.trains and trains and not again
         moment = self._moment(node)
         kept = keeps, node.name in self.gone, tuple(name is not None for name in keeping), moves, leaving
-        key = "op", self._signature(node), fused, again, moment, kept
+        key = "op", self._signature(node), fused, runs, moment, kept
         if key not in self.known:
             once, more = self._computed(node, options, fused)
-            sums = once + more if again else once.copy()
+            sums = once + more if runs else once.copy()
             if keeps or moment is not None:
                 self._add_held(sums, node, options, keeps, moment, moves)
             for i, option in enumerate(options):
@@ -224,7 +224,8 @@ def build(
     tables = tables or CostTables(setting)
     settled = dict(recompute or {})
     layers = open_layers if setting.trains else ()
-    again = RecomputeModes.of(setting.graph, settled, layers, setting.trains, setting.modes if layers else ())
+    modes = setting.modes if layers else ()
+    again = RecomputeModes.of(setting.graph, setting.options, settled, layers, setting.trains, modes)
     return _GraphModelBuilder(setting, bound_layout, tables, regather, again, ways, deadline, lasting).run(settled)
 
 

@@ -11,7 +11,16 @@ from types import MappingProxyType
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.syntax import Recompute
 from autopar.sharding.offload import offloaded
-from autopar.sharding.recompute import RecomputeRegion, layered, reading, recompute_regions, recomputed_ops
+from autopar.sharding.options import TrainingOptions
+from autopar.sharding.recompute import (
+    RecomputeRegion,
+    RerunEnds,
+    layered,
+    reading,
+    recompute_regions,
+    recomputed_ops,
+    rerun_ends,
+)
 
 __all__ = ["MODES", "STATES", "RecomputeModes", "layers_of", "mode_counts"]
 
@@ -59,14 +68,17 @@ class RecomputeModes:
     moved: Mapping[str, tuple[bool, ...]] = field(default_factory=lambda: MappingProxyType({}))
     # Modes of open layers.
     modes: tuple[Recompute, ...] = STATES[:1]
+    # For each mode: ops that the recompute of their layer does not reach.
+    ends: tuple[RerunEnds, ...] = (RerunEnds(frozenset(), frozenset()),)
 
     @staticmethod
     def of(
         graph: NamedGraph,
+        options: TrainingOptions,
         settled: Mapping[str, Recompute],
         layers: Sequence[str],
         trains: bool,
-        choices: Sequence[Recompute] = STATES,
+        choices: Sequence[Recompute],
     ) -> RecomputeModes:
         if not trains:
             return RecomputeModes((), {}, {}, {})
@@ -89,11 +101,23 @@ class RecomputeModes:
             dict.fromkeys(offloaded(every[0]), (True,))
             | {op: tuple(mode == "offload" for mode in modes) for op in of_layer},
             modes,
+            tuple(rerun_ends(graph, regions, options) for regions in every),
         )
 
     def flags(self, op: str) -> tuple[bool, ...]:
         """Return whether an op is recomputed, for each mode of its layer; one entry if nothing is open."""
         return self.flagged.get(op, _NOT)
+
+    def runs(self, op: str) -> tuple[bool, ...]:
+        """Return whether a recompute runs an op, for each mode of its layer."""
+        return self._flags_without(op, [one.idle for one in self.ends])
+
+    def takes(self, op: str) -> tuple[bool, ...]:
+        """Return whether a recompute brings an op its operands, for each mode of its layer."""
+        return self._flags_without(op, [one.beyond for one in self.ends])
+
+    def _flags_without(self, op: str, left: Sequence[frozenset[str]]) -> tuple[bool, ...]:
+        return tuple(flag and op not in ops for flag, ops in zip(self.flags(op), left, strict=False))
 
     def moves(self, op: str, mode: int) -> bool:
         """Return whether saved tensors of an op go to the host in a mode of its layer."""

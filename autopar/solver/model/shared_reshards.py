@@ -73,7 +73,7 @@ def shared_tensors(model: Model) -> Iterator[SharedTensor]:
             costly = [number for number in numbers[place, op] if _is_costly(model.factors[number])]
             assert len(costly) < 2, f"{tensor.name} is resharded once for {user.name}"
             wants = _wants(model, user, tensor.name)
-            uses.append(TensorUse(op, next(iter(costly), None), again.flags(user.name), wants))
+            uses.append(TensorUse(op, next(iter(costly), None), again.takes(user.name), wants))
         layers = {again.layers.get(user.name) for user in users}
         returned = returned_from(model, tensor, handed.get(tensor.name, ()))
         yield SharedTensor(tensor, place, tuple(uses), len(layers) == 1 and None not in layers, returned)
@@ -100,7 +100,8 @@ def modes_of(model: Model) -> RecomputeModes:
     """Return the recompute modes that a model decides, or has fixed."""
     layers = [variable for variable in model.variables if variable.kind == "recompute"]
     names, states = [one.name for one in layers], layers[0].states if layers else ()
-    return RecomputeModes.of(model.setting.graph, model.recompute, names, model.setting.trains, states)
+    setting = model.setting
+    return RecomputeModes.of(setting.graph, setting.options, model.recompute, names, setting.trains, states)
 
 
 def reshard_parts(

@@ -55,7 +55,7 @@ class StorageVariables(ModelBuilder):
         """Add the reshard of an input or a buffer for an op."""
         cut, layouts = self.tables.cut(tensor), [one.layout for one in stored]
         kept = (node.name, tensor.name) in self.kept.operands
-        again = self.again.flags(node.name)
+        again = self.again.takes(node.name)
 
         def table(mode: int) -> CostTable:
             return self.tables.values(cut, layouts, wants, ValueUse(again[mode], kept))
@@ -187,7 +187,7 @@ class ValueVariables(ModelBuilder):
         parts = partial(self._home_parts, tensor, homes, len(users))
         place = self._add_by_mode("value", tensor.name, homes, node, parts)
         into = self._into(homes)
-        cut, again, share = self.tables.cut(tensor), self.again.flags(node.name), self.setting.prices.share(tensor.name)
+        cut, again, share = self.tables.cut(tensor), self.again.runs(node.name), self.setting.prices.share(tensor.name)
 
         def brought(mode: int) -> CostTable:
             return self.tables.values(cut, produced, into, ValueUse(again[mode], share=share))
@@ -201,7 +201,7 @@ class ValueVariables(ModelBuilder):
         self, place: int, tensor: NamedTensor, held: Sequence[Sharding], user: NamedNode, wants: Sequence[Wants]
     ) -> None:
         """Add the reshard of a value for an op."""
-        cut, again, share = self.tables.cut(tensor), self.again.flags(user.name), self.setting.prices.share(tensor.name)
+        cut, again, share = self.tables.cut(tensor), self.again.takes(user.name), self.setting.prices.share(tensor.name)
 
         def table(mode: int) -> CostTable:
             sums = None if self._is_shared(tensor.name) else self._partial_sums(user, tensor.name, mode)
@@ -249,7 +249,7 @@ class ValueVariables(ModelBuilder):
         if not self.setting.shares_layer(maker.name, user.name):
             return None
         its = self._mode_of_maker(maker, user, mode)
-        return PartialSums(self.again.flags(maker.name)[its], self._lives(name, maker, its))
+        return PartialSums(self.again.runs(maker.name)[its], self._lives(name, maker, its))
 
     def _mode_of_maker(self, maker: NamedNode, user: NamedNode, mode: int) -> int:
         """Return the mode of a maker's layer, given that of a user's."""
