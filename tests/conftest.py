@@ -3,7 +3,9 @@
 import gc
 import os
 import tempfile
+import time
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,22 @@ from hypothesis import settings
 CACHE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 """The home of what is kept between runs, for this process of the tests."""
 COUNT = count()
+END = pytest.StashKey[float]()
+"""When to leave out the tests that are left."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, help="skip the tests that have not begun after so many minutes")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() > item.config.stash[END]:
+        pytest.skip(f"not begun within {item.config.getoption('--minutes'):g} minutes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    minutes = config.getoption("--minutes")
+    config.stash[END] = inf if minutes is None else time.monotonic() + 60 * minutes
     # The tests run in several processes; threads on top of them only get in each other's way.
     torch.set_num_threads(1)
     # Timings are benchmarks, not tests. The same examples are drawn each time: what is red once is red again. Others
