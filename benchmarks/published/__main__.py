@@ -26,6 +26,7 @@ from benchmarks.published.price import price
 from benchmarks.published.priced import Priced, half_of
 from benchmarks.published.readers.rows import read_rows
 from benchmarks.published.tables import READERS, Judged, judge, reader_of
+from benchmarks.published.traces import expect, few_collections
 
 KNOWN = (*READERS, *communication.READERS, *products.READERS, *attention.READERS)
 
@@ -69,10 +70,13 @@ def _which(unknown: Sequence[Path]) -> str:
 def _report(paths: Sequence[Path], errors_path: Path | None) -> dict[str, Any]:
     """Everything, as plain data."""
     tables: dict[str, list[Priced]] = {}
-    for path in paths:
-        reader = reader_of(path)
-        if reader is not None:
-            tables[path.stem] = [price(run) for run in reader(read_rows(path))]
+    with few_collections():
+        for path in paths:
+            reader = reader_of(path)
+            if reader is not None:
+                runs = reader(read_rows(path))
+                expect(runs)
+                tables[path.stem] = [price(run) for run in runs]
     every = [one for priced in tables.values() for one in priced]
     if errors_path is not None:
         write_errors(errors_path, errors_by_kind([one for one in every if half_of(one.run) == "fit"]))

@@ -6,37 +6,31 @@ in the middle of the forward and of the backward. Any number of blocks, and any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import nn
 
 from autopar.cost.compute.op_time import local_bytes
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import memory
 from autopar.cost.profile import Task, profile
-from autopar.ir.exported import Exported
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import PRESETS, Precision
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan
 from autopar.submesh import SubMesh
-from autopar.tracing.export.export import export
-from autopar.tracing.sized_exports import SizedExports
-from autopar.tracing.trace import named_graph
-from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
+from benchmarks.published.models import Decoder
 from benchmarks.published.runs import FLASH_2, Run, Sharding, Software, layout_of
+from benchmarks.published.traces import BLOCKS, least_batch, traced, traced_decoder
 
-__all__ = ["BLOCKS", "Amounts", "Parts", "parts_of"]
+__all__ = ["Amounts", "Parts", "parts_of"]
 
-# Blocks of the decoder that is traced: the fewest in which a layer repeats.
-BLOCKS = 2
 # The place of the part after the blocks.
 AFTER = 2
 
@@ -86,7 +80,7 @@ class Parts:
 
 def parts_of(run: Run) -> Parts:
     """Return the parts of a run's decoder, under its strategy on its cluster."""
-    parts = _parts(Setting(replace(run.decoder, layers=BLOCKS, tied=False), run))
+    parts = _parts(Setting(traced_decoder(run.decoder), run))
     return replace(parts, after=_tied(parts.after, run)) if run.decoder.tied and run.pp == 1 else parts
 
 
@@ -130,7 +124,7 @@ class Setting:
 @cache
 def _parts(setting: Setting) -> Parts:
     run = setting.run
-    graph = _traced(setting.decoder, run.micro_batch * run.dp)
+    graph = traced(setting.decoder, run.micro_batch * run.dp)
     plan = _plan(graph, run)
     cluster = _cluster(run)
     wired = LoweredStep(graph, plan)
@@ -293,32 +287,6 @@ def _cluster(run: Run) -> Cluster:
     return replace(cluster, device=replace(cluster.device, attention=slower))
 
 
-@cache
-def _traced(decoder: Decoder, batch: int) -> NamedGraph:
-    return named_graph(decoder_model(decoder), decoder_inputs(decoder, batch), export=_exports(decoder).export)
-
-
-# Sizes of a model that are traced one by one: a capture with symbolic sizes takes as long as two traces.
-ONE_BY_ONE = 2
-
-
-@dataclass
-class _Exports:
-    """Exports of one decoder: the first ones by traces, more by a capture with a symbolic batch."""
-
-    traced: int = 0
-    sized: SizedExports = field(default_factory=SizedExports)
-
-    def export(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exported:
-        self.traced += 1
-        return export(model, inputs) if self.traced <= ONE_BY_ONE else self.sized.export(model, inputs)
-
-
-@cache
-def _exports(decoder: Decoder) -> _Exports:
-    return _Exports()
-
-
 def _precision(run: Run) -> Precision:
     """Return float32 masters and states, with the dtypes in which the run's software multiplies and adds up."""
     compute, reduce = (
@@ -330,9 +298,12 @@ def _precision(run: Run) -> Precision:
 
 def _plan(graph: NamedGraph, run: Run) -> StepPlan:
     """Return the run's strategy as a plan: stages are furthest apart, tensor-parallel ranks next to each other."""
-    plan = _propagated(graph, run.sharding, run.sequence_parallel, run.dp, run.tp)
+    # A strategy says the same of a micro-batch of any size.
+    decoder = traced_decoder(run.decoder)
+    batch = least_batch(decoder, run.micro_batch * run.dp, run.dp)
+    found = _propagated(decoder, batch, run.sharding, run.sequence_parallel, run.dp, run.tp)
     axes = SubMesh({"pp": run.pp, "dp": run.dp, "tp": run.tp})
-    plan = replace(plan, assignment=replace(plan.assignment, axes=axes))
+    plan = StepPlan(graph.fingerprint, replace(found.assignment, axes=axes))
     layers = {path: run.recompute for repeat in graph.repeats for path in repeat.module_paths}
     parameters = [tensor.name for tensor in graph.parameters]
     options = TrainingOptions(
@@ -346,6 +317,9 @@ def _plan(graph: NamedGraph, run: Run) -> StepPlan:
 
 
 @cache
-def _propagated(graph: NamedGraph, sharding: Sharding, sequence_parallel: bool, dp: int, tp: int) -> StepPlan:
+def _propagated(
+    decoder: Decoder, batch: int, sharding: Sharding, sequence_parallel: bool, dp: int, tp: int
+) -> StepPlan:
     """Return the strategy without stages: no tensor is split along their axis."""
+    graph = traced(decoder, batch)
     return propagate_plan(graph, layout_of(sharding, sequence_parallel, dp, tp), SubMesh({"dp": dp, "tp": tp}))
