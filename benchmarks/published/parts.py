@@ -14,11 +14,13 @@ from typing import TypeVar
 
 import torch
 
-from autopar.cost.compute.op_time import local_bytes
+from autopar.cost.compute.byte_time import seconds_of_bytes
+from autopar.cost.compute.op_time import cast_work, local_bytes
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import memory
 from autopar.cost.profile import Task, profile
+from autopar.ir.analysis.float8_linears import in_float8
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import PRESETS, Precision
 from autopar.sharding.assignment import StepPlan
@@ -31,6 +33,8 @@ from benchmarks.published.traces import BLOCKS, least_batch, traced, traced_deco
 
 __all__ = ["Amounts", "Parts", "parts_of"]
 
+# Bytes of an element that is read in bfloat16 and written in float8 by rows and by columns.
+TENSOR_CAST_BYTES = 2 + 1 + 1
 # The place of the part after the blocks.
 AFTER = 2
 
@@ -167,14 +171,65 @@ def _parts(setting: Setting) -> Parts:
             )
         )
     before, blocks, after = amounts
-    block = blocks * (1 / BLOCKS)
-    more_host = run.software.block_launches * cluster.device.host_seconds + run.software.block_host_seconds
-    block = replace(
+    if run.software.delayed_scales:
+        blocks = _with_delayed_scales(blocks, graph, plan, cluster)
+    waited = sum(map(_is_waited, forward[1])) / BLOCKS, sum(map(_is_waited, backward[1])) / BLOCKS
+    return Parts(before, _with_software(blocks * (1 / BLOCKS), run, cluster, waited), after, passing)
+
+
+def _with_software(block: Amounts, run: Run, cluster: Cluster, waited: tuple[float, float]) -> Amounts:
+    """Return a block with what the authors' software takes beyond its ops; `waited` counts collectives of values."""
+    software = run.software
+    more_host = software.block_launches * cluster.device.host_seconds + software.block_host_seconds
+    more_host += software.tp_host_seconds if run.tp > 1 else 0.0
+    hosts = block.forward_host_seconds + more_host / 2, block.backward_host_seconds + more_host / 2
+    if run.pp > 1 and run.nodes > 1:
+        least, of_rank = software.pipeline_floor_seconds
+        longer = max(1.0, (least + of_rank * run.tp) / sum(hosts))
+        hosts = hosts[0] * longer, hosts[1] * longer
+    nodes = run.tp / (cluster.ranks_per_node or run.tp)
+    more = software.node_seconds * nodes if nodes > 1 else 0.0
+    return replace(
         block,
-        forward_host_seconds=block.forward_host_seconds + more_host / 2,
-        backward_host_seconds=block.backward_host_seconds + more_host / 2,
+        forward_seconds=block.forward_seconds + more * waited[0],
+        backward_seconds=block.backward_seconds + more * waited[1],
+        forward_host_seconds=hosts[0],
+        backward_host_seconds=hosts[1],
     )
-    return Parts(before, block, after, passing)
+
+
+def _with_delayed_scales(blocks: Amounts, graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Amounts:
+    """Return the blocks with the casts of TransformerEngine: a kernel reads a tensor, writes it by rows and by columns.
+
+    Ours cast both operands of each product anew. A block that is computed again casts again.
+    """
+    device, precision = cluster.device, plan.options.precision
+    more = [[0.0, 0.0], [0.0, 0.0]]
+    for node in graph.nodes:
+        if not (node.name.startswith("blocks.") and in_float8(node, graph.tensors, precision)):
+            continue
+        ops = plan.assignment.ops[node.name]
+        names = (*zip(node.operands[:2], ops.operands[:2], strict=True), (node.outputs[0], ops.produced[0]))
+        x, weight, y = (
+            local_bytes(graph, name, layout, plan.axes) / graph.tensors[name].element_bytes
+            for name, layout in names
+            if name is not None and layout is not None
+        )
+        # Forward: both operands. Backward: each is cast again, and the gradient of the result twice.
+        for i, (ours, theirs) in enumerate((((x, weight), (x, weight)), ((x, weight, y, y), (y,)))):
+            casts = [cast_work(size, device) for size in ours]
+            more[i][0] += sum(seconds_of_bytes(TENSOR_CAST_BYTES * size, device) for size in theirs)
+            more[i][0] -= sum(cast.seconds for cast in casts)
+            more[i][1] += (len(theirs) - sum(cast.launches for cast in casts)) * device.host_seconds
+    if "full" in plan.recompute.values():
+        more[1] = [sum(pair) for pair in zip(*more, strict=True)]
+    return replace(
+        blocks,
+        forward_seconds=blocks.forward_seconds + more[0][0],
+        backward_seconds=blocks.backward_seconds + more[1][0],
+        forward_host_seconds=blocks.forward_host_seconds + more[0][1],
+        backward_host_seconds=blocks.backward_host_seconds + more[1][1],
+    )
 
 
 def _loss_seconds(forward: Sequence[Task], backward: Sequence[Task], run: Run, cluster: Cluster) -> tuple[float, float]:
@@ -212,6 +267,10 @@ def _beside_gathers(
 def _gathered_bytes(forward: Sequence[Task], tp: int) -> float:
     """Return the bytes of gathered values beyond the rank's own part."""
     return sum(task.bytes * (1 - 1 / tp) for task in forward if _is_gather(task))
+
+
+def _is_waited(task: Task) -> bool:
+    return task.sends and not task.overlapped
 
 
 def _is_gather(task: Task) -> bool:

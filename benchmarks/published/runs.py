@@ -17,6 +17,7 @@ from autopar.submesh import SubMesh
 from benchmarks.published.models import Decoder
 
 __all__ = [
+    "TP_HOST_SECONDS",
     "VOCAB_PARALLEL_LOSS",
     "Measured",
     "Recompute",
@@ -41,6 +42,8 @@ class Software:
     gradient_dtype: torch.dtype = torch.float32
     # Linears multiply in float8, with a scale for each tensor: `fp8`.
     linears: str = ""
+    # Their scales are those of earlier steps, and one kernel casts a tensor for both directions.
+    delayed_scales: bool = False
     # Dtype in which gradients are sent.
     reduce_dtype: torch.dtype = torch.float32
     # The speed of its fused attention, of FlashAttention-2's.
@@ -65,14 +68,23 @@ class Software:
     recomputes_to_end: bool = True
     # Small kernels of a block, forward and backward, beyond those of the model that stands in for it.
     block_launches: int = 0
-    # Seconds of its host for a block beyond launching kernels.
+    # Seconds of its host for a block beyond launching kernels, and beyond that under tensor parallelism.
     block_host_seconds: float = 0.0
+    tp_host_seconds: float = 0.0
+    # Seconds of a collective of values beyond its price, for each node that tensor parallelism spans, if several.
+    node_seconds: float = 0.0
+    # Least seconds of a block in a pipeline over several nodes: of any micro-batch, and for each tensor-parallel rank.
+    pipeline_floor_seconds: tuple[float, float] = (0.0, 0.0)
 
 
 # FlashAttention-2, which the runs on H100 had: torch has taken cuDNN's kernels there since 2.11. On an H100, heads of
 # 128, 8,192 tokens: forward 370 TFLOP/s, 284 where it is causal, backward 290 and 287; heads of 64 forward 310
 # (Dao-AILab/flash-attention, pull requests 1791 and 2688). The start of a tile is that of an A100.
 FLASH_2 = {"H100 SXM5 80 GB": AttentionRates(128, 0.478, 0.303, 0.793, 1.02, softmax=30, start_keys=280)}
+
+# Host of a block and micro-batch under tensor parallelism in Megatron-LM and code like it, beyond launching kernels:
+# hooks and autograd functions. Read off nanotron's rows without a pipeline; vTrain's rows agree (18 % became 10 %).
+TP_HOST_SECONDS = 1e-3
 
 # Megatron-LM's loss, which nanotron has too, kernel by kernel: a cast to float32 (6), max (4), subtract (8), exp (8),
 # sum (4), divide (8); the gradient is scaled (8) and cast back (6).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from autopar.cost.hardware.cluster import load_device
 from benchmarks.published.errors import kind_of
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model, padded_vocab
+from benchmarks.published.parts import _parts, _propagated
 from benchmarks.published.price import price
 from benchmarks.published.readers.rows import TableError, read_rows
 from benchmarks.published.runs import Measured, Run, Software, layout_text
 from benchmarks.published.stages import stages_of
 from benchmarks.published.tables import judge, reader_of
+from benchmarks.published.traces import expect, few_collections, least_batch, traced
 
 PLAYBOOK = (
     "model,nodes,gpus,dp,tp,pp,zero_stage,mbs_seqs,grad_acc,gbs_seqs,seq_len,tok_s_gpu,gpu_mem_GB,status\n"
@@ -193,6 +196,66 @@ def test_stages_that_wait_for_messages() -> None:
     tied = replace(piped, decoder=replace(TINY, tied=True))
     assert with_software(tied, sums_tied=True) > price(tied).step_seconds
     assert with_software(RUN, send_rounds=3, sums_tied=True) == price(RUN).step_seconds, "there is one stage"
+
+
+def test_the_host_of_tensor_parallel_layers() -> None:
+    """Small layers take their host's time: its second more per block and micro-batch is one more in the step."""
+    split = replace(RUN, dp=4, tp=2)
+    work = split.micro_batches * TINY.layers
+    hosts = [with_software(split, tp_host_seconds=seconds) for seconds in (1.0, 2.0)]
+    assert hosts[1] - hosts[0] == pytest.approx(work, rel=0.01)
+    assert with_software(RUN, tp_host_seconds=1.0) == price(RUN).step_seconds, "no layer is split"
+
+
+def test_collectives_of_layers_that_nodes_share() -> None:
+    """Megatron's block has two sums forward and two backward; a device that waits for them takes so much longer."""
+    wide = replace(RUN, decoder=replace(TINY, heads=16), nodes=2, devices=16, dp=1, tp=16)
+    slow, slower = (with_software(wide, node_seconds=seconds) for seconds in (1.0, 2.0))
+    assert slower - slow == pytest.approx(wide.micro_batches * TINY.layers * 4 * 2, rel=0.01)
+    one_node = replace(wide, nodes=1, devices=8, tp=8)
+    assert with_software(one_node, node_seconds=1.0) == price(one_node).step_seconds
+
+
+def test_the_floor_of_pipelines_over_nodes() -> None:
+    """A block takes the floor at least, not in addition to its host and device."""
+    piped = replace(RUN, nodes=2, devices=16, dp=4, tp=2, pp=2)
+    low, high = (with_software(piped, pipeline_floor_seconds=floor) for floor in ((1.0, 0.5), (2.0, 1.0)))
+    assert high == pytest.approx(2 * low, rel=0.01)
+    assert with_software(piped, pipeline_floor_seconds=(1e-9, 0.0)) == pytest.approx(price(piped).step_seconds)
+    for other in (replace(piped, nodes=1, devices=8, dp=2), replace(piped, pp=1)):
+        assert with_software(other, pipeline_floor_seconds=(1.0, 0.5)) == price(other).step_seconds
+
+
+def test_scales_of_earlier_steps_take_fewer_casts() -> None:
+    wide = replace(
+        RUN, decoder=replace(TINY, d_model=4096, d_ff=16384, heads=32, seq=2048), cluster="h100", micro_batch=32
+    )
+    narrow = replace(wide, software=Software(linears="fp8"))
+    faster, again = ({"delayed_scales": True}, {"delayed_scales": True, "linears": ""})
+    assert with_software(narrow, **faster) < price(narrow).step_seconds
+    assert with_software(wide, **again) == price(wide).step_seconds, "nothing is cast"
+    # Forward and backward read and write 11 bytes of each of 6 operands, or 4 of each of 3 tensors.
+    rows, params = wide.micro_batch * 2048, 4 * 4096**2 + 2 * 4096 * 16384
+    widths = (4096 + 3 * 4096) + 2 * 4096 + 2 * (4096 + 16384)
+    saved = 4 * wide.micro_batches * (22 - 4) * (rows * widths + params) / load_device("h100").stream
+    saving = price(narrow).step_seconds - with_software(narrow, **faster)
+    assert saving == pytest.approx(saved, rel=0.1)
+
+
+def test_a_strategy_is_that_of_the_least_batch_to_come() -> None:
+    decoder = replace(TINY, layers=2, tied=False, vocab=640)
+    runs = [replace(RUN, decoder=replace(decoder, layers=4), micro_batch=size, dp=4) for size in (1, 2, 3, 4, 8)]
+    one_by_one = [price(run).step_seconds for run in runs]
+    traced.cache_clear()
+    _propagated.cache_clear()
+    _parts.cache_clear()
+    expect(runs)
+    assert [least_batch(decoder, batch, 4) for batch in (32, 4)] == [4, 4]
+    assert least_batch(decoder, 1, 1) == 1
+    # Five sizes are captured with a symbolic batch: the same prices.
+    with few_collections():
+        assert [price(run).step_seconds for run in runs] == one_by_one
+    assert gc.isenabled()
 
 
 def test_copies_of_gradients_count_once_per_step() -> None:

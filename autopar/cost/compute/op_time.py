@@ -148,6 +148,14 @@ def local_bytes(graph: NamedGraph, name: str, layout: Sharding, axes: SubMesh) -
     return prod(layout.largest_sizes(atoms, axes)) * tensor.element_bytes * routing_excess(atoms.roles, layout)
 
 
+def cast_work(elements: float, device: Device) -> DirectionWork:
+    """Return the work of casting a tensor in bfloat16 to float8."""
+    # The largest number is read, the scaled tensor written and cast, and laid out by rows or columns.
+    count = elements * (2 + (2 + 2) + (2 + 1) + (1 + 1))
+    seconds = seconds_of_bytes(count, device) + 3 * device.launch_seconds
+    return DirectionWork(0.0, count, seconds, launches=FLOAT8_LAUNCHES)
+
+
 def plain_name(op: str) -> str:
     """Return the name of an op in device files: `gelu` for `aten.gelu.default` and for the in-place `gelu_`."""
     return op.split(".")[1].strip("_") if "." in op else op
@@ -339,13 +347,9 @@ class _OpTimer:
 
     def _casts(self, product: MatmulShape) -> DirectionWork:
         """Return the work of casting both operands of a product to float8."""
-        casts = NO_WORK
-        for size in (product.rows * product.reduction, product.reduction * product.columns):
-            # The largest number is read, the scaled tensor written and cast, and laid out by rows or columns.
-            count = size * (2 + (2 + 2) + (2 + 1) + (1 + 1))
-            work = self._by_bytes(count)
-            casts += DirectionWork(0.0, count, work.seconds + 3 * self.device.launch_seconds, launches=FLOAT8_LAUNCHES)
-        return casts
+        sizes = (product.rows * product.reduction, product.reduction * product.columns)
+        first, second = (cast_work(size, self.device) for size in sizes)
+        return first + second
 
     # -- ops with more work than their rules show
 

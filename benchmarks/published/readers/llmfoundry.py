@@ -69,7 +69,9 @@ def _run(row: Row) -> Run:
         micro_batch=row.whole("micro_bs"),
         micro_batches=row.whole("grad_accum"),
         measured=Measured(batch * seq / row.number("throughput_tokens_s")),
-        software=Software(linears=linears, reduce_dtype=reduced, attention_fraction=ATTENTION_FRACTION),
+        software=Software(
+            linears=linears, delayed_scales=bool(linears), reduce_dtype=reduced, attention_fraction=ATTENTION_FRACTION
+        ),
         sharding="fsdp",
         regathers=REGATHERS[row.text("sharding")],
         recompute="full" if row.text("act_ckpt") == "True" else "none",

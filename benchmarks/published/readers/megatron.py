@@ -10,13 +10,15 @@ import torch
 
 from benchmarks.published.models import Decoder, padded_vocab
 from benchmarks.published.readers.rows import Row
-from benchmarks.published.runs import VOCAB_PARALLEL_LOSS, Measured, Recompute, Run, Software
+from benchmarks.published.runs import TP_HOST_SECONDS, VOCAB_PARALLEL_LOSS, Measured, Recompute, Run, Software
 
 __all__ = ["layer_runs", "recompute_runs", "sc21_runs"]
 
 # Megatron-LM fuses bias, GELU, dropout and residual, and scale, mask and softmax. Gradients add up in float32 and are
 # summed after the last backward, all at once.
-SOFTWARE = Software(logit_bytes=VOCAB_PARALLEL_LOSS, overlaps=False, gathers_again=True)
+SOFTWARE = Software(
+    logit_bytes=VOCAB_PARALLEL_LOSS, overlaps=False, gathers_again=True, tp_host_seconds=TP_HOST_SECONDS
+)
 CLUSTER = "a100-80"
 VOCAB = 51200
 

@@ -8,13 +8,17 @@ import torch
 
 from benchmarks.published.models import Decoder, padded_vocab
 from benchmarks.published.readers.rows import Row
-from benchmarks.published.runs import VOCAB_PARALLEL_LOSS, Measured, Run, Software
+from benchmarks.published.runs import TP_HOST_SECONDS, VOCAB_PARALLEL_LOSS, Measured, Run, Software
 
 __all__ = ["vtrain_runs"]
 
 # Float16 with float32 masters; gradients are summed in float16, after the last backward.
 SOFTWARE = Software(
-    gradient_dtype=torch.float16, reduce_dtype=torch.float16, logit_bytes=VOCAB_PARALLEL_LOSS, overlaps=False
+    gradient_dtype=torch.float16,
+    reduce_dtype=torch.float16,
+    logit_bytes=VOCAB_PARALLEL_LOSS,
+    overlaps=False,
+    tp_host_seconds=TP_HOST_SECONDS,
 )
 # Padded for 8 ranks on any number of them: one trace serves them all, and the head grows by less than 2 %.
 VOCAB = 50257
