@@ -138,8 +138,9 @@ def held_back(tables: Mapping[str, Sequence[Priced]], known: tuple[StepErrors, .
     held = {name: [one for one in priced if half_of(one.run) == "held"] for name, priced in tables.items()}
     every = [one for priced in held.values() for one in priced]
     parts = {"ranges, all held-back runs": every, **{f"ranges, {name}": priced for name, priced in held.items()}}
-    for kind in sorted({kind_of(one.run) for one in every}, key=lambda kind: kind.text):
-        parts[f"ranges, {kind.text}"] = [one for one in every if kind_of(one.run) == kind]
+    # Kinds that differ in the width of their dtype alone have one text.
+    for text in sorted({kind_of(one.run).text for one in every}):
+        parts[f"ranges, {text}"] = [one for one in every if kind_of(one.run).text == text]
     return [found for name, priced in parts.items() if (found := covered(name, priced, known)).runs]
 
 
