@@ -119,8 +119,24 @@ def translator(layout: str, axis: str) -> dict[str, Any]:
     return {"worst": max(worst, number((layer.full_tensor() - expected).abs().max())), "same": same}
 
 
+def planned(way: str, outputs: str) -> dict[str, Any]:
+    """Parts under a plan that was searched before, or by `parallelize` itself."""
+    torch.manual_seed(0)
+    model, x = AutoEncoder().double(), torch.randn(6, 12, dtype=torch.float64)
+    layout: Any = None
+    if way == "plan":
+        layout = autopar.plan(model, "tp=2", (x,), layout="@hidden.weight { _.0 -> tp }", cache=False, time_limit=5)
+    p: Any = autopar.parallelize(model, "tp=2", (x,), layout=layout, outputs=outputs, time_limit=5)
+
+    def loss(one: Any) -> Tensor:
+        return functional.mse_loss(one.decode(one.encode(x)[0]), x)
+
+    return {"worst": gap(gradients(p, loss(p)), gradients(model, loss(model)))}
+
+
 QUICK: Any = [[(autoencoder, ("fsdp", "fsdp")), (autoencoder, ("megatron", "tp"))]]
 SLOW: Any = [
+    [(planned, ("plan", "sharded")), (planned, ("search", "full"))],
     [(autoencoder, ("ddp", "dp")), (autoencoder, ("zero1", "dp"))],
     *([(translator, case)] for case in (("ddp", "dp"), ("zero1", "dp"), ("fsdp", "fsdp"), ("megatron", "tp"))),
 ]
