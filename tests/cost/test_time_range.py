@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.cost.hardware.cluster import load_cluster
 from autopar.cost.step_errors import RunKind, StepErrors, errors_of, read_errors, shipped_errors, write_errors
 from autopar.cost.time_range import TimeRange, is_within_noise, time_range
 from autopar.errors import AutoparError
@@ -75,6 +76,19 @@ def test_processes_of_a_cpu_have_no_errors_of_accelerators() -> None:
     plan = plan_on("dp=2", "local-cpu")
     assert time_range(plan.graph, plan.decided, plan.cluster, plan.costs, shipped_errors()) is None
     assert "range   not known: no measured run is on such a device" in plan.summary()
+
+
+def test_a_plan_that_fills_the_memory() -> None:
+    plan = plan_on("dp=8")
+    cluster = load_cluster("h100")
+    for share, fills in ((0.89, False), (0.91, True)):
+        memory = plan.costs.memory.peak_bytes / share
+        smaller = replace(cluster, device=replace(cluster.device, memory_bytes=memory))
+        found = time_range(plan.graph, plan.decided, smaller, plan.costs, shipped_errors())
+        assert found is not None
+        assert found.fills_memory == fills
+        (*_, note) = range_notes(replace(found, extrapolated=("is on B200",)))
+        assert note.startswith("more than 90 % of the memory is in use: ") == fills
 
 
 def test_noise() -> None:

@@ -23,10 +23,15 @@ def range_line(found: TimeRange | None) -> str:
 
 
 def range_notes(found: TimeRange | None) -> list[str]:
-    """Return a note about a range that is extrapolated; nothing for others."""
-    if found is None or not found.extrapolated:
+    """Return notes about a range that is extrapolated, and about a plan that fills the memory."""
+    if found is None:
         return []
-    return [f"the range is extrapolated: no measured run {', none '.join(found.extrapolated)}"]
+    notes = []
+    if found.extrapolated:
+        notes.append(f"the range is extrapolated: no measured run {', none '.join(found.extrapolated)}")
+    if found.fills_memory:
+        notes.append("more than 90 % of the memory is in use: measured runs like that took 1.2 to 11 times as long")
+    return notes
 
 
 def range_data(found: TimeRange | None) -> dict[str, Any] | None:
