@@ -124,3 +124,14 @@ def test_the_half_of_products_that_was_not_fitted(device: str, all_sizes: float,
 
     assert error(1e9) < all_sizes
     assert error(1e12) < long
+
+
+def test_rows_of_experts_need_no_alignment() -> None:
+    """Their gradient sums as many rows as data sends to an expert; an even number is as fast as its neighbours."""
+    device = load_device("h100")
+    aligned, beside = (
+        product_seconds(MatmulShape(4, 7168, 4096, rows, True), 2, device.matrix, 989e12, 2.95e12)
+        for rows in (4096, 4097.6)
+    )
+    assert beside == pytest.approx(aligned, rel=0.01)
+    assert product_seconds(MatmulShape(4, 7168, 4096, 4097.6), 2, device.matrix, 989e12, 2.95e12) > 2 * aligned

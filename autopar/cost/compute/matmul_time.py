@@ -74,6 +74,8 @@ class MatmulShape:
     rows: float
     columns: float
     reduction: float
+    # True for the rows of experts, whose number depends on data: no matrix has rows of this length in memory.
+    sums_rows: bool = False
 
     @property
     def flops(self) -> float:
@@ -135,7 +137,8 @@ def _throttled_fraction(matrix: MatmulUnit, flops: float) -> float:
 def _aligned_fraction(matrix: MatmulUnit, product: MatmulShape, itemsize: int) -> float:
     """Return the share of the rate that the alignment of the rows allows."""
     # The rows of the three matrices are as long as the reduction or as the columns.
-    rows = (product.reduction * itemsize, product.columns * itemsize)
+    reduction = 0.0 if product.sums_rows else product.reduction
+    rows = (reduction * itemsize, product.columns * itemsize)
     for count in (2, 4, 8):
         unit = str(count)
         if unit in matrix.aligned_fraction and any(row % (2 * count) for row in rows):

@@ -327,7 +327,8 @@ class _OpTimer:
         for product, step in steps:
             forward += work(product)
             m, n, k = product.rows, product.columns, product.reduction
-            gradients = (MatmulShape(product.batch, m, k, n), MatmulShape(product.batch, k, n, m))
+            of_experts = bool(self.node.routed or step.chosen)
+            gradients = (MatmulShape(product.batch, m, k, n), MatmulShape(product.batch, k, n, m, of_experts))
             for side in self._trained_sides(step):
                 one = work(gradients[side])
                 backward += one
