@@ -1,10 +1,11 @@
-"""Search of mesh shapes: stages, ranks that split the batch, ranks that split the model, and micro-batches.
+"""Search of mesh shapes: stages, ranks that split the batch, the experts or the model, and micro-batches.
 
-A shape is `pp` stages of `dp` times `tp` ranks, with a number of micro-batches. All shapes of a number of devices are
-candidates. Each is first priced at the least it may take: equal work on all ranks, and the waiting time of the best
-schedule. In this order a shape gets plans of its short graph (`pieces`), and from their costs its best stages. Shapes
-whose ranks split the model alike, on as many rows at a time, share the plans: only what is stored and what is sent
-once a step differs. The search ends where no shape can be faster than the best one.
+A shape is `pp` stages of `dp` times `tp` ranks, with a number of micro-batches. Models with routed rows have shapes of
+`dp` times `ep` ranks besides: all of them split the batch, and those along `ep` the experts. All shapes of a number of
+devices are candidates. Each is first priced at the least it may take: equal work on all ranks, and the waiting time of
+the best schedule. In this order a shape gets plans of its short graph (`pieces`), and from their costs its best stages.
+Shapes whose ranks split the model alike, on as many rows at a time, share the plans: only what is stored and what is
+sent once a step differs. The search ends where no shape can be faster than the best one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -34,7 +35,7 @@ from autopar.solver import Floats
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.segments import STAGES, ModelCosts, model_costs, on_axes, segments_of
 from autopar.solver.setting import PlanningProblem
-from autopar.solver.short_plans import BATCH, DATA, MODEL, short_plans
+from autopar.solver.short_plans import BATCH, DATA, EXPERT, MODEL, short_plans
 from autopar.solver.stage_design import SCHEDULES, ScheduleChoice, StageDesign, design_stages, least_seconds
 
 __all__ = ["PricedShape", "Shape", "ShapeSearch"]
@@ -53,6 +54,10 @@ NEARLY, MOST_FOLLOWED = 1.03, 2
 SLACK = 0.97
 
 
+# Ranks that split the model, and ranks that split the experts: shapes of one split share plans.
+Split = tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Shape:
     """Mesh and micro-batches of a step."""
@@ -63,11 +68,17 @@ class Shape:
     count: int
     # Rows of a micro-batch on a rank.
     rows: int
+    # Ranks that split batch and experts.
+    expert: int = 1
 
     @property
     def axes(self) -> dict[str, int]:
         """Axes of each stage."""
-        return {DATA: self.data, MODEL: self.model}
+        return {DATA: self.data, **({EXPERT: self.expert} if self.expert > 1 else {}), MODEL: self.model}
+
+    @property
+    def split(self) -> Split:
+        return self.model, self.expert
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -98,13 +109,13 @@ class ShapeSearch:
     devices: int
     limit: float
     deadline: float
-    # Plans of the short graph by model ranks.
-    pieces: dict[int, tuple[StepPlan, ...]] = field(default_factory=dict)
+    # Plans of the short graph by model and expert ranks.
+    pieces: dict[Split, tuple[StepPlan, ...]] = field(default_factory=dict)
     found: list[PricedShape] = field(default_factory=list)
-    # Costs by model ranks, rows, whether there are micro-batches, and plan, on the ranks that were priced last.
-    known: dict[tuple[int, int, bool, int], ModelCosts] = field(default_factory=dict)
-    # Seconds of one micro-batch in all segments, by model ranks and rows.
-    layer_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    # Costs by split, rows, whether there are micro-batches, and plan, on the ranks that were priced last.
+    known: dict[tuple[Split, int, bool, int], ModelCosts] = field(default_factory=dict)
+    # Seconds of one micro-batch in all segments, by split and rows.
+    layer_seconds: dict[tuple[Split, int], float] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -123,20 +134,23 @@ class ShapeSearch:
     def run(self) -> list[PricedShape]:
         """Return the shapes that have plans, fastest first."""
         node = min(self.cluster.ranks_per_node or self.devices, self.devices)
-        by_model: dict[int, list[Shape]] = {}
+        by_split: dict[Split, list[Shape]] = {}
         for shape in self.shapes():
-            by_model.setdefault(shape.model, []).append(shape)
-        near = min(by_model, key=lambda model: abs(math.log(model / node)), default=0)
-        # More ranks that split the model, then fewer, each until the step takes longer.
-        for ranks in (
-            sorted(one for one in by_model if one >= near),
-            sorted((one for one in by_model if one < near), reverse=True),
-        ):
-            for model in ranks:
-                before = self.best
-                self._price_all(by_model[model])
-                if model != near and self.best >= before:
-                    break
+            by_split.setdefault(shape.split, []).append(shape)
+        # Experts first: what such shapes send grows least with the ranks.
+        of_experts = [split for split in by_split if split[1] > 1]
+        for splits in (of_experts, [split for split in by_split if split[1] == 1]):
+            near = min(splits, key=lambda split: abs(math.log(prod(split) / node)), default=(0, 0))
+            # More ranks that split the model, then fewer, each until the step takes longer.
+            for ladder in (
+                sorted(one for one in splits if one >= near),
+                sorted((one for one in splits if one < near), reverse=True),
+            ):
+                for split in ladder:
+                    before = self.best
+                    self._price_all(by_split[split])
+                    if split != near and self.best >= before and self.found:
+                        break
         return sorted(self.found, key=lambda one: one.seconds)
 
     def promising(self) -> list[PricedShape]:
@@ -153,7 +167,7 @@ class ShapeSearch:
 
         def order(shape: Shape) -> tuple[float, float]:
             # Stages are best as few as memory allows: such shapes come first, as they rule most others out.
-            unlike = abs(math.log2(shape.stages / self.stages_for(shape.model)))
+            unlike = abs(math.log2(shape.stages / self.stages_for(shape.split)))
             return unlike, least_seconds(ideal, shape.stages, shape.count, layers)
 
         for shape in sorted(shapes, key=order):
@@ -162,30 +176,53 @@ class ShapeSearch:
             if not is_late and max(least, self._likely_seconds(shape, layers)) < self.best:
                 self.price(shape)
 
-    def stages_for(self, model: int) -> int:
+    def stages_for(self, split: Split) -> int:
         """Return the least number of stages whose parameters and gradients take half of the memory."""
-        stored = self.options.precision.stored
-        sizes = (
-            prod(one.shape) * (one.dtype.itemsize * one.requires_grad + stored(one.dtype, one.frozen).itemsize)
-            for one in self.graph.parameters
-        )
-        least = sum(sizes) / model / (self.limit / 2)
-        return next((one for one in _divisors(self.devices // model) if one >= least), self.devices // model)
+        model, expert = split
+        whole, of_experts = self._stored_bytes
+        least = (whole + of_experts / expert) / model / (self.limit / 2)
+        ranks = self.devices // model // expert
+        return next((one for one in _divisors(ranks) if one >= least), ranks)
+
+    @cached_property
+    def _stored_bytes(self) -> tuple[float, float]:
+        """Return the bytes of parameters and gradients, those of experts apart."""
+        stored, found = self.options.precision.stored, [0.0, 0.0]
+        routed, made = set[str](), dict[str, str]()
+        for node in self.graph.nodes:
+            operands = [made.get(name, name) for name in node.operands if name is not None]
+            if node.routed:
+                routed.update(operands)
+            elif len(set(operands)) == 1:  # a parameter in another form
+                made.update((name, operands[0]) for name in node.outputs if name is not None)
+        for one in self.graph.parameters:
+            each = one.dtype.itemsize * one.requires_grad + stored(one.dtype, one.frozen).itemsize
+            found[one.name in routed] += prod(one.shape) * each
+        return found[0], found[1]
+
+    @cached_property
+    def _groups(self) -> int:
+        """Return the number of experts that ranks may split; 1 for a model without."""
+        return math.gcd(*(node.routed for node in self.graph.nodes if node.routed)) or 1
 
     def shapes(self) -> Iterator[Shape]:
         """Yield all shapes."""
         batch, layers = self.graph.dims[BATCH].size, self.layers
         for stages in _divisors(self.devices):
-            for model in _divisors(self.devices // stages):
-                data = self.devices // stages // model
-                least = self.stages_for(model) // FEWEST_STAGES
-                if not least <= stages <= layers or model > MOST_MODEL_RANKS or batch % data:
+            ranks = self.devices // stages
+            splits = [(model, 1) for model in _divisors(ranks) if model <= MOST_MODEL_RANKS]
+            # Ranks that split the experts leave no layer that is too large for one rank.
+            splits += [(1, expert) for expert in _divisors(self._groups)[1:] if ranks % expert == 0]
+            for model, expert in splits:
+                data = ranks // model // expert
+                least = self.stages_for((model, expert)) // FEWEST_STAGES
+                if not least <= stages <= layers or batch % (data * expert):
                     continue
-                of_rank = batch // data
+                of_rank = batch // (data * expert)
                 for rows in _divisors(of_rank):
                     count = of_rank // rows
                     if ((rows <= MOST_ROWS and rows & (rows - 1) == 0) or count == 1) and (stages == 1 or count > 1):
-                        yield Shape(stages, data, model, count, rows)
+                        yield Shape(stages, data, model, count, rows, expert)
 
     @property
     def layers(self) -> int:
@@ -221,8 +258,8 @@ class ShapeSearch:
     def _likely_seconds(self, shape: Shape, layers: int) -> float:
         """Return the least time that the layers' times on fewer model ranks, of as many rows, leave to a shape."""
         least = 0.0
-        for (model, rows), every in self.layer_seconds.items():
-            if rows >= shape.rows and model <= shape.model:
+        for ((model, expert), rows), every in self.layer_seconds.items():
+            if rows >= shape.rows and model <= shape.model and expert == shape.expert:
                 each = every * shape.rows / rows * model / shape.model
                 least = max(least, least_seconds(shape.count * each / shape.stages, shape.stages, shape.count, layers))
         return SLACK * least
@@ -244,7 +281,7 @@ class ShapeSearch:
 
     def _price_plan(self, shape: Shape, number: int, plan: StepPlan) -> bool:
         """Find the best stages of a shape under a plan; return True if plans of less memory are slower."""
-        key = shape.model, shape.rows, shape.count > 1, number
+        key = shape.split, shape.rows, shape.count > 1, number
         known = self.known.get(key)
         # The costs on other ranks that split the batch tell about what these would be.
         if known is not None and self._best_design(shape, known) is None:
@@ -273,7 +310,7 @@ class ShapeSearch:
 
         Saved bytes grow with the rows. Each row more takes as long as the last ones that were priced.
         """
-        keys = ((shape.model, rows, True, number) for rows in _divisors(shape.rows)[:-1])
+        keys = ((shape.split, rows, True, number) for rows in _divisors(shape.rows)[:-1])
         before = [(key[1], self.known[key]) for key in keys if key in self.known]
         if not before:
             return None
@@ -325,23 +362,28 @@ class ShapeSearch:
         like = known and (known.like or known)
         plan = on_axes(plan, shape.axes, micro)
         found = model_costs(self.short, plan, self.cluster, self._some_micro, modes, like, begun)
-        key, seconds = (shape.model, shape.rows), float(found.seconds[0].sum())
+        key, seconds = (shape.split, shape.rows), float(found.seconds[0].sum())
         self.layer_seconds[key] = min(self.layer_seconds.get(key, math.inf), seconds)
         return found
 
     def _plans(self, shape: Shape) -> tuple[StepPlan, ...]:
         """Return plans of the short graph, at several prices of memory."""
-        if shape.model not in self.pieces:
-            self.pieces[shape.model] = tuple(self._searched(shape))
-        return self.pieces[shape.model]
+        if shape.split not in self.pieces:
+            self.pieces[shape.split] = tuple(self._searched(shape))
+        return self.pieces[shape.split]
 
     def _searched(self, shape: Shape) -> Iterator[StepPlan]:
         batch = self.graph.dims[BATCH].size
         # As many stages as memory asks for, and at least two micro-batches of one row for each rank.
-        ranks = max(1, self.devices // shape.model // self.stages_for(shape.model))
-        data = max(each for each in _divisors(ranks) if batch % each == 0 and batch // each > 1)
-        micro, axes = MicroBatches(batch // data, BATCH), SubMesh({DATA: data, MODEL: shape.model})
-        in_flight = min(self.stages_for(shape.model), micro.count)
+        stages, expert = self.stages_for(shape.split), shape.expert
+        ranks = max(1, self.devices // shape.model // expert // stages)
+        data = max(
+            (each for each in _divisors(ranks) if batch // expert % each == 0 and batch // expert // each > 1),
+            default=1,
+        )
+        micro = MicroBatches(batch // (data * expert), BATCH)
+        axes = SubMesh(replace(shape, data=data).axes)
+        in_flight = min(stages, micro.count)
         yield from short_plans(self.short, self.cluster, self.options, micro, axes, in_flight)
 
 

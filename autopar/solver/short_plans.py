@@ -1,4 +1,4 @@
-"""Plans of a short graph on ranks that split the batch and ranks that split the model, at several prices of memory."""
+"""Plans of a short graph on ranks that split batch, experts and model, at several prices of memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.short_graph import ShortGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
+from autopar.rules.ops.routed import COMBINE, DISPATCH
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
-from autopar.sharding.choices import Passing, Site, passings_of
-from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.syntax import MicroBatches
+from autopar.sharding.choices import Passing, Site, group_sites, passings_of
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.syntax import Axes, DimRule, Hole, MicroBatches, Pin, SplitTerm, TensorPattern
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import sites_in_time, slice_in_time
 from autopar.solver.model.build import plan_of
@@ -29,11 +30,12 @@ from autopar.solver.search.phases import Incumbent, SearchPhases
 from autopar.solver.segments import with_equal_layers
 from autopar.solver.setting import MicroBatchedCall, PlanningProblem
 
-__all__ = ["BATCH", "DATA", "MODEL", "short_plans"]
+__all__ = ["BATCH", "DATA", "EXPERT", "MODEL", "short_plans"]
 
 BATCH = "batch"
-# Axes of a proposed mesh: ranks that split the batch, ranks that split the model.
-DATA, MODEL = "dp", "tp"
+# Axes of a proposed mesh: ranks that split the batch, those of them that split the experts too, ranks that split the
+# model.
+DATA, EXPERT, MODEL = "dp", "ep", "tp"
 # Prices of saved memory at which plans of the short graph are made: shares of the step's time for all of the memory.
 # The first one separates plans of equal time. At the last one recomputing everything is worth its time.
 MEMORY_PRICES = (0.02, 0.4, 4.0)
@@ -44,14 +46,15 @@ PRECISION = 1e-2
 def short_plans(
     short: ShortGraph, cluster: Cluster, options: TrainingOptions, micro: MicroBatches, axes: SubMesh, in_flight: int
 ) -> Iterator[StepPlan]:
-    """Yield different plans on axes `DATA` and `MODEL`, whose first stage keeps so many micro-batches."""
+    """Yield different plans on the axes of a shape, whose first stage keeps so many micro-batches."""
     graph = short.graph
     call = MicroBatchedCall(graph, micro, in_flight=float(in_flight))
     sliced = slice_in_time(graph, micro)
     setting = PlanningProblem.of(sliced, axes, cluster, replace(options, micro_batches=micro.count), call)
-    bound_layout = BoundLayout(sliced, parse_layout(f"{BATCH} -> {DATA}" if axes[DATA] > 1 else ""), axes)
+    batch = [axis for axis in (DATA, EXPERT) if axes.get(axis, 1) > 1]
+    bound_layout = BoundLayout(sliced, _batch_layout(sliced, tuple(batch)), axes)
     incumbent = Incumbent(setting, math.inf, time.monotonic(), None, bound_layout)
-    ways = _roles(short, sliced, micro) if axes[DATA] > 1 else None
+    ways = _roles(short, sliced, micro, EXPERT in axes) if batch else None
     work = SearchPhases(setting, bound_layout, incumbent, CostTables(setting), math.inf, ways=ways)
     model = work.model(is_limited=True, recompute={})
     search = LagrangianSearch(model, lambda chosen: (math.inf, 0.0), math.inf, gap=PRECISION)
@@ -68,12 +71,23 @@ def short_plans(
             yield plan
 
 
-def _roles(short: ShortGraph, sliced: NamedGraph, micro: MicroBatches) -> AxisRoles | None:
-    """Return the sites of ops that each axis may split; None for all.
+def _batch_layout(graph: NamedGraph, axes: Axes) -> Layout:
+    """Return the layout that splits the batch over axes, but for routed rows: they may go to the ranks of experts."""
+    if not axes:
+        return Layout(())
+    routed = (tensor.name for tensor in graph.tensors.values() if tensor.routed)
+    is_open = (DimRule(("*",), TensorPattern((Hole(),))),)
+    batch = DimRule((BATCH,), TensorPattern((SplitTerm(axes),)))
+    return Layout((batch, *(Pin(name, is_open) for name in routed)))
+
+
+def _roles(short: ShortGraph, sliced: NamedGraph, micro: MicroBatches, has_experts: bool) -> AxisRoles | None:
+    """Return the sites of ops that each axis may split; None for all. `has_experts`: one axis is for experts.
 
     Ranks that split the batch split the site of an op that micro-batches split. If they split another one, each
     micro-batch moves activations, and what is sent of parameters is less. That pays for large parameters, for rows that
-    are routed to other ranks anyway, and for tables of vectors, which stand outside of the layers.
+    are routed to other ranks anyway, and for tables of vectors, which stand outside of the layers. An axis for experts
+    splits their groups wherever routed rows meet parameters.
     """
     split = sites_in_time(short.graph, micro)
     if any(_has_large_parameters(short.graph, node) for node in short.graph.nodes if split[node.name]):
@@ -83,13 +97,22 @@ def _roles(short: ShortGraph, sliced: NamedGraph, micro: MicroBatches) -> AxisRo
     passes: dict[object, dict[str, tuple[Passing, ...]]] = {}
     for node in sliced.nodes:
         kind, every, passings = kind_of(node), _sites(node), passings_of(sliced, node)
-        is_free = bool(node.routed) or (node.name not in inside and _reads_parameters(sliced, node))
-        is_fixed = bool(split[node.name]) and not is_free
-        own, passing = (tuple(sorted(split[node.name])), ()) if is_fixed else (every, passings)
-        # Ops of one kind have the sites of all of them.
-        known, passed = sites.get(kind, {}).get(DATA, ()), passes.get(kind, {}).get(DATA, ())
-        sites[kind] = {DATA: tuple(dict.fromkeys((*known, *own))), MODEL: every}
-        passes[kind] = {DATA: tuple(dict.fromkeys((*passed, *passing))), MODEL: passings}
+        is_table = node.name not in inside and _reads_parameters(sliced, node)
+        of_sites, of_passes = sites.setdefault(kind, {}), passes.setdefault(kind, {})
+        for axis, is_free in (
+            (DATA, is_table or (bool(node.routed) and not has_experts)),
+            (EXPERT, is_table or bool(node.routed)),
+        ):
+            is_fixed = bool(split[node.name]) and not is_free
+            own, passing = (tuple(sorted(split[node.name])), ()) if is_fixed else (every, passings)
+            if axis == EXPERT and node.routed:
+                # Rows are sent where experts begin and end: there the axis may split tokens too.
+                at_ends = split[node.name] if node.op in (str(DISPATCH), str(COMBINE)) else ()
+                own, passing = (*sorted(at_ends), *(one for one in group_sites(node) if one in every)), ()
+            # Ops of one kind have the sites of all of them.
+            of_sites[axis] = tuple(dict.fromkeys((*of_sites.get(axis, ()), *own)))
+            of_passes[axis] = tuple(dict.fromkeys((*of_passes.get(axis, ()), *passing)))
+        of_sites[MODEL], of_passes[MODEL] = every, passings
     return AxisRoles(sites, passes)
 
 

@@ -114,7 +114,7 @@ def with_bound(search: ShapeSearch, priced: PricedShape, solved: SolvedPlan) -> 
     shape, pipelining = priced.shape, solved.plan.assignment.pipelining
     assert pipelining is not None, "a plan with stages"
     micro, network = MicroBatches(shape.count), Network(search.cluster, SubMesh(shape.mesh), search.options.links)
-    least = least_sent_bytes(search.short, micro, shape.data * shape.model)
+    least = least_sent_bytes(search.short, micro, shape.data * shape.expert * shape.model)
     send = network.seconds("send", (STAGES,), least) if least else 0.0
     work = sum(stage.pass_seconds for stage in solved.costs.stages)
     shares_cores = search.cluster.device.core_fraction < 1.0

@@ -17,6 +17,8 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.open_mesh import meshes_of
+from autopar.rules.ops.routed import GROUPED_ROWS
+from autopar.sharding.choices import group_sites
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.syntax import MicroBatches
 from autopar.sharding.options import TrainingOptions
@@ -114,7 +116,7 @@ def test_ranks_that_split_the_batch_need_no_other_dim(gib: float, monkeypatch: p
 def test_ranks_that_split_the_batch_may_split_tables() -> None:
     short = search_of(traced(layers=4), 8).short
     micro = MicroBatches(8)
-    roles = short_plans._roles(short, slice_in_time(short.graph, micro), micro)
+    roles = short_plans._roles(short, slice_in_time(short.graph, micro), micro, has_experts=False)
     assert roles is not None
     every = {node.name: roles.sites[kind_of(node)]["dp"] for node in slice_in_time(short.graph, micro).nodes}
     assert {len(sites) for name, sites in every.items() if name.startswith("blocks.") and "linear" in name} == {1}
@@ -150,19 +152,52 @@ def test_no_design_takes_less_than_its_least_time() -> None:
         assert 0.8 * found.seconds < least <= found.seconds, choice
 
 
-def test_more_ranks_than_experts() -> None:
-    """A plan whose experts lie on the batch's ranks holds for as many of these as there are experts."""
+@cache
+def mixture() -> NamedGraph:
     pytest.importorskip("transformers")
     config = {"num_hidden_layers": 4, "num_local_experts": 8, "intermediate_size": 512, "hidden_size": 256}
     with torch.device("meta"):
         model, given = hf("mixtral", batch=64, seq=64, train=True, dropout=0.0, **config)
-    graph = autopar.trace(model, given)
+    return autopar.trace(model, {**given, "labels": given["input_ids"]})
+
+
+def test_experts_have_ranks_of_their_own() -> None:
+    """Along `ep` rows go to the ranks of their experts, and the batch is split elsewhere; prices are of such a plan."""
+    search = search_of(mixture(), 16, 10 * 2**30)
+    assert {shape.expert for shape in search.shapes()} == {1, 2, 4, 8}
+    assert all(shape.model == 1 for shape in search.shapes() if shape.expert > 1)
+    assert search.stages_for((1, 8)) <= search.stages_for((1, 1))
+    shape = Shape(2, 2, 1, 4, 2, expert=4)
+    assert shape in list(search.shapes())
+    search.price(shape)
+    priced = min(search.found, key=lambda one: one.seconds)
+    solved = StagedPlan(search, priced).improved().solved
+    assert solved.costs == evaluate(search.graph, solved.plan, H100)
+    assert priced.design.seconds == pytest.approx(solved.costs.step_seconds, rel=0.05)
+    plan = solved.plan.assignment
+    for node in search.graph.nodes:
+        axes = {axis: site for site, used in plan.ops[node.name].choice.splits for axis in used}
+        if node.op == str(GROUPED_ROWS):
+            assert axes["ep"] == group_sites(node)[0]
+            assert axes["dp"] not in group_sites(node)
+    experts = [tensor.name for tensor in search.graph.parameters if ".experts." in tensor.name]
+    assert len(experts) == 8
+    assert all("ep" in plan.values[name].axes for name in experts)
+    sent = [one for one in solved.costs.communication if one.kind == "all_to_all" and one.of == "values"]
+    assert {one.axes for one in sent} == {("ep",)}
+    # Two in the forward and two in the backward, for both layers of a stage and each micro-batch.
+    assert sum(one.count for one in sent) == 4 * 2 * 4
+
+
+def test_more_ranks_than_experts() -> None:
+    """A plan whose experts lie on the batch's ranks holds for as many of these as there are experts."""
+    graph = mixture()
     for data in (8, 16):
         search = search_of(graph, 2 * data, 10 * 2**30)
         micro, axes = MicroBatches(2), {"dp": 8, "tp": 1}
         layout = parse_layout("batch -> dp; @*experts* { expert -> dp }; * -> none")
         plan = propagate_plan(slice_in_time(search.short.graph, micro), layout, axes)
-        search.pieces[1] = (plan,)
+        search.pieces[1, 1] = (plan,)
         search.price(Shape(2, data, 1, 4, 64 // data // 4))
         assert bool(search.found) == (data == 8)
 
