@@ -39,8 +39,8 @@ def read(path: Path, gpu: str) -> list[Row]:
     with path.open() as lines:
         for row in csv.DictReader(lines):
             if row["gpu"].lower().startswith(gpu.lower()) and float(row["tflops"]) >= 0.1:
-                sizes = (int(row[key]) for key in ("batch", "m", "k_out", "n_reduction"))
-                product = MatmulShape(*sizes)
+                batch, rows, columns, reduction = (int(row[key]) for key in ("batch", "m", "k_out", "n_reduction"))
+                product = MatmulShape(batch, rows, columns, reduction)
                 found.append(Row(row["sweep"], product, product.flops / (float(row["tflops"]) * 1e12)))
     return found
 
