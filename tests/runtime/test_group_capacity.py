@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from math import ceil
 from typing import Any, NamedTuple
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from examples.hf import hf
 from tests.runtime.launcher import launch
 from tests.runtime.sent import Counted
 from tests.runtime.test_routed_rows import CONFIGS, EACH, EXACT, EXPERTS, block
-from tests.runtime.training import gradients, worst
+from tests.runtime.training import gap, gradients, whole, worst
 
 SAMPLES, SEQ = 8, 6
 WAYS = {
@@ -112,6 +114,40 @@ def test_capacity_of_all_models(way: str, mesh: str, ranks: int) -> None:
             check(found, way, factor)
 
 
+def folded() -> tuple[float, dict[str, tuple[float, float]]]:
+    """A model with capacity in the plain order of the sequence and in the folded one; and how far drops change it."""
+    torch.manual_seed(0)
+    model, inputs = hf("mixtral", batch=4, seq=8, num_hidden_layers=2)
+    model, inputs = model.double(), {**inputs, "labels": inputs["input_ids"]}
+    experts = "@*experts* { expert -> cp }; * -> none"
+    seen: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+    for layout in (
+        "fold seq none; seq -> cp; * -> none",
+        "capacity 1; fold seq none; seq -> cp; * -> none",
+        f"capacity 1; fold seq; seq -> cp; {experts}",
+        f"capacity 1; fold seq; batch -> cp; {experts}",
+    ):
+        parallel = autopar.parallelize(copy.deepcopy(model), "cp=2", inputs, layout=layout)
+        loss: Any = whole(parallel(**inputs).loss)
+        loss.backward()
+        seen[layout] = loss.detach(), gradients(parallel)
+    full, plain, *others = seen
+    gaps = {one: (gap(seen[one][0], seen[plain][0]), worst(seen[one][1], seen[plain][1])) for one in others}
+    return worst(seen[full][1], seen[plain][1]), gaps
+
+
+@pytest.mark.slow
+def test_a_fold_drops_the_same_rows() -> None:
+    """Rows are taken in the order of the sequence, also where it is folded."""
+    for dropped, gaps in launch(folded, ranks=2):
+        assert dropped > 1e-3
+        assert len(gaps) == 2
+        for layout, (loss, gradient) in gaps.items():
+            # The model adds its loss up in float32.
+            assert loss < 1e-6, layout
+            assert gradient < 1e-12, layout
+
+
 def compiled(name: str) -> tuple[float, float, int]:
     """The gaps of a compiled step to an eager one, and the number of graphs."""
     model, x = block(name, "uneven")
@@ -135,6 +171,6 @@ def compiled(name: str) -> tuple[float, float, int]:
 
 @pytest.mark.slow
 def test_one_compiled_graph() -> None:
-    for gap, gradient_gap, graphs in launch(compiled, "Mixtral", ranks=2):
+    for loss_gap, gradient_gap, graphs in launch(compiled, "Mixtral", ranks=2):
         assert graphs == 1, "routed rows break the graph at each exchange, rows in slots do not"
-        assert max(gap, gradient_gap) < 1e-9
+        assert max(loss_gap, gradient_gap) < 1e-9
