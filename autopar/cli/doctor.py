@@ -82,7 +82,7 @@ def _threads(count: int, cores: int) -> str:
 
 
 def _cluster() -> str:
-    from autopar.plans.find import LOCAL, cluster_here
+    from autopar.plans.cluster_here import LOCAL, cluster_here
 
     try:
         name = cluster_here().name

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
-import torch
-
 from autopar.cost.compute.optimizers import check_optimizer
-from autopar.cost.hardware.cluster import Cluster, load_cluster, shipped_for
+from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.memory.peak import memory_limit
 from autopar.errors import AutoparError, LayoutError
@@ -20,6 +18,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans import cache
 from autopar.plans.best_loss import with_best_loss
+from autopar.plans.cluster_here import cluster_here
 from autopar.plans.group_capacity import in_slots
 from autopar.plans.loss_pieces import stated_graph
 from autopar.plans.plan import Plan
@@ -46,15 +45,12 @@ from autopar.solver.staged_plan import StagedPlan, with_bound
 __all__ = [
     "PlanRequest",
     "check_outputs",
-    "cluster_here",
     "is_memory_limit",
     "plan_graph",
     "plan_under_layout",
     "request_like",
 ]
 
-
-LOCAL = "local-cpu"
 
 # Share of a device's memory. A plan predicts the bytes of tensors only: the device context, buffers of collectives and
 # fragmentation took 4 to 12 % more where that was measured (docs/limits.md).
@@ -80,6 +76,8 @@ class PlanRequest:
     any_mesh: bool = False
     # Who finds the plan and proves its bound.
     solver: SolverChoice = SEARCH
+    # The search of a mesh passes the time limit until a plan fits.
+    until_one_fits: bool = True
 
     def cluster_value(self) -> Cluster:
         if isinstance(self.cluster, Cluster):
@@ -116,21 +114,6 @@ def check_outputs(outputs: str) -> None:
         raise AutoparError(f"invalid outputs={outputs!r}: expected one of {', '.join(map(repr, get_args(Outputs)))}")
 
 
-def cluster_here() -> Cluster:
-    """Return the cluster of this machine: by the name and memory of its GPU, or `local-cpu`."""
-    if not torch.cuda.is_available():
-        return load_cluster(LOCAL)
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    found = shipped_for(properties.name, properties.total_memory)
-    if found is None:
-        raise AutoparError(
-            f"no cluster has a device '{properties.name}' with {properties.total_memory / 1e9:.0f} GB\n"
-            f"fix: measure it, autopar calibrate --output mine.toml, and give cluster='mine.toml'; or name a similar "
-            f"cluster with this memory: cluster='h100', memory='{properties.total_memory / 2**30:.0f}GiB'"
-        )
-    return found
-
-
 # -- the search
 
 
@@ -141,22 +124,31 @@ def plan_graph(
     layout: str | Path | Layout | None,
     request: PlanRequest,
     progress: Callable[[Progress], None] | None = None,
+    ends: float | None = None,
 ) -> Plan:
-    """Return the best plan on the best of some meshes."""
+    """Return the best plan on the best of some meshes.
+
+    All searches end at `ends`, or after the time limit; where nothing fits on the first mesh, no other passes it.
+    """
     if not (math.isfinite(request.time_limit) and request.time_limit > 0):
         raise AutoparError(
             f"invalid time_limit={request.time_limit!r}: expected seconds above 0\nfix: as in time_limit=30"
         )
+    ends = time.monotonic() + request.time_limit if ends is None else ends
     proposed = _proposed(graph, meshes[0].size, request, progress) if request.any_mesh and layout is None else None
     if proposed is not None:
         return proposed
     each = replace(request, time_limit=request.time_limit / len(meshes))
-    ends = time.monotonic() + request.time_limit
     best: Plan | None = None
     refused: list[tuple[Mesh, AutoparError]] = []
     for number, mesh in enumerate(meshes):
+        if refused and best is None:
+            if time.monotonic() > ends:
+                break
+            each = replace(each, until_one_fits=False)
         # A mesh that is ruled out early leaves its time to the later ones.
         seconds = max(each.time_limit, (ends - time.monotonic()) / (len(meshes) - number))
+        seconds = seconds if each.until_one_fits else min(seconds, ends - time.monotonic())
         beat = math.inf if best is None else best.step_seconds
         try:
             found = _in_micro_batches(graph, mesh, layout, each, progress, seconds, beat)
@@ -166,12 +158,13 @@ def plan_graph(
         if best is None or found.step_seconds < best.step_seconds:
             best = found
     if best is None:
-        closest = closest_of(refused)
-        smaller = _with_open_micro(graph, meshes, layout) if isinstance(closest, NoFeasiblePlan) else None
+        closest = closest_of(refused, len(meshes))
+        is_open = isinstance(closest, NoFeasiblePlan) and time.monotonic() < ends
+        smaller = _with_open_micro(graph, meshes, layout) if is_open else None
         if smaller is None:
             raise closest
         try:
-            return plan_graph(graph, meshes, smaller, request, progress)
+            return plan_graph(graph, meshes, smaller, replace(request, until_one_fits=False), progress, ends)
         except (NoFeasiblePlan, LayoutError):
             raise closest from None  # it says more than the error with micro-batches
     return best
@@ -185,6 +178,8 @@ def _proposed(
     limit = request.limit_bytes(cluster, None)
     options = request.options_on(Mesh("dp=1"))
     search = ShapeSearch.of(graph, cluster, options, devices, limit, began + request.time_limit / 2)
+    if search is not None:
+        search.gives_up = began + request.time_limit
     if search is None:
         return None
     best: Plan | None = None
@@ -258,8 +253,13 @@ def _in_micro_batches(
     counts = asked.candidates or _counts(graph, asked.dim, needs_micro_batches(said, mesh.whole))
     ends, best, refused = time.monotonic() + seconds, None, None
     for number, count in enumerate(counts):
+        if refused is not None and best is None:
+            if time.monotonic() > ends:
+                break
+            request = replace(request, until_one_fits=False)
         micro = MicroBatches(count, asked.dim, asked.span) if count > 1 else None
         left = max(seconds / len(counts), (ends - time.monotonic()) / (len(counts) - number))
+        left = left if best is not None or refused is None else max(0.0, min(left, ends - time.monotonic()))
         beat = beat_seconds if best is None else min(beat_seconds, best.step_seconds)
         try:
             found = _on_mesh(graph, mesh, said.with_micro_batches(micro), request, progress, left, beat)
@@ -365,6 +365,7 @@ def _in_one_order(
             warm=warm,
             beat_seconds=beat_seconds,
             solver=request.solver,
+            until_one_fits=request.until_one_fits,
         )
     except LayoutError as error:
         raise in_a_micro_batch(error, said) from None

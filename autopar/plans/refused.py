@@ -16,13 +16,17 @@ from autopar.solver.infeasible import NoFeasiblePlan
 __all__ = ["closest_of", "in_a_micro_batch", "with_all_memory", "with_its_line"]
 
 
-def closest_of(refused: Sequence[tuple[Mesh, AutoparError]]) -> AutoparError:
-    """Return the error to raise when no mesh works: the one that needs the least memory, else the first."""
+def closest_of(refused: Sequence[tuple[Mesh, AutoparError]], count: int) -> AutoparError:
+    """Return the error to raise when no mesh works: the one that needs the least memory, else the first.
+
+    `count` is that of all meshes; the time may be up before the last one.
+    """
     short = [(mesh, error) for mesh, error in refused if isinstance(error, NoFeasiblePlan)]
-    if not short or len(refused) == 1:
+    if not short or count == 1:
         return refused[0][1]
     mesh, error = min(short, key=lambda one: math.inf if one[1].least_bytes is None else one[1].least_bytes)
-    what = f"of {len(refused)} meshes, {mesh} comes closest: {error.what}"
+    late = "" if len(refused) == count else f" of which {len(refused)} were searched in time"
+    what = f"of {count} meshes{late}, {mesh} comes closest: {error.what}"
     return NoFeasiblePlan(what, error.least_bytes, error.lines, error.fix)
 
 

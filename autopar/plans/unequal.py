@@ -61,6 +61,7 @@ def solve_with_shares(
     warm: StepPlan | None,
     beat_seconds: float,
     solver: SolverChoice,
+    until_one_fits: bool = True,
 ) -> SolvedPlan:
     """Search a plan; where devices are unequal, search with shares of the samples by speed and with even ones.
 
@@ -85,6 +86,7 @@ def solve_with_shares(
                 warm=warm if way.shares is None else None,
                 beat_seconds=beat_seconds if best is None else min(beat_seconds, best.costs.step_seconds),
                 solver=solver,
+                until_one_fits=until_one_fits,
             )
         except (NoFeasiblePlan, LayoutError) as error:
             refused = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 from autopar.cost.memory.peak import size_text
@@ -25,8 +26,12 @@ def infeasible_error(work: SearchPhases) -> AutoparError:
     broken = None if incumbent.broken is None else _broken(work, incumbent.bound_layout)
     if broken is not None:
         return _conflict(work, broken)
+    if not math.isfinite(incumbent.least_bytes):
+        what = f"no plan that fits in {size_text(incumbent.limit)} on each device was found within the time limit"
+        return NoFeasiblePlan(what, fix="fix: more time, more devices, a smaller batch, or more memory")
     lines: list[str] = []
-    said = "" if incumbent.bound_layout.is_empty else _without_the_layout(work, lines)
+    is_late = incumbent.cannot_fit and time.monotonic() > work.deadline
+    said = "" if incumbent.bound_layout.is_empty or is_late else _without_the_layout(work, lines)
     what = (
         f"no plan was found that fits in {size_text(incumbent.limit)} on each device: the least that was found takes "
         f"{size_text(incumbent.least_bytes)}{said}"

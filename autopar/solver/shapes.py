@@ -116,6 +116,9 @@ class ShapeSearch:
     known: dict[tuple[Split, int, bool, int], ModelCosts] = field(default_factory=dict)
     # Seconds of one micro-batch in all segments, by split and rows.
     layer_seconds: dict[tuple[Split, int], float] = field(default_factory=dict)
+    # No shape but the first is priced after this time, also if none fits.
+    gives_up: float = math.inf
+    tried: int = 0
 
     @staticmethod
     def of(
@@ -172,7 +175,8 @@ class ShapeSearch:
 
         for shape in sorted(shapes, key=order):
             least = least_seconds(ideal, shape.stages, shape.count, layers)
-            is_late = time.monotonic() > self.deadline and bool(self.found)
+            now = time.monotonic()
+            is_late = (now > self.deadline and bool(self.found)) or (now > self.gives_up and self.tried > 0)
             if not is_late and max(least, self._likely_seconds(shape, layers)) < self.best:
                 self.price(shape)
 
@@ -268,6 +272,7 @@ class ShapeSearch:
 
     def price(self, shape: Shape) -> None:
         """Find the best stages of a shape."""
+        self.tried += 1
         try:
             plans = self._plans(shape)
         except (LayoutError, NoFeasiblePlan):

@@ -103,19 +103,21 @@ def solve_plan(
     strategies: bool = True,
     beat_seconds: float = math.inf,
     solver: SolverChoice = SEARCH,
+    until_one_fits: bool = True,
 ) -> SolvedPlan:
     """Search the open decisions of a plan: all of them, or those that `layout` leaves.
 
     `memory_bytes` limits each device; the default is its capacity. `warm` is a plan to begin from. With `strategies`,
     published strategies are priced too, in the time left or a quarter of it. Raise `NoFeasiblePlan` if no plan is
-    faster than `beat_seconds`. `solver` has the plan found or proved by an integer or a linear program.
+    faster than `beat_seconds`. `solver` has the plan found or proved by an integer or a linear program. With
+    `until_one_fits` the time limit is passed until a plan fits, unless the estimates of memory show that none can.
     """
     began = time.monotonic()
     with uncollected():
         micro = None if layout is None else layout.micro_batches
         graph, axes = with_shares(graph, layout or Layout(()), SubMesh.of(axes), 1 if micro is None else micro.count)
         incumbent = _incumbent(graph, axes, cluster, layout, memory_bytes, options, began, progress)
-        found = _solved(incumbent, time_limit, warm, strategies, beat_seconds, solver)
+        found = _solved(incumbent, time_limit, warm, strategies, beat_seconds, solver, until_one_fits)
         settle_stages(incumbent, layout or Layout(()), axes)
         plan = incumbent.plan or found.plan
         # The search prices the ranks of one kind; the plan is for all.
@@ -199,25 +201,35 @@ def _solved(
     strategies: bool,
     beat_seconds: float,
     solver: SolverChoice,
+    until_one_fits: bool,
 ) -> SolvedPlan:
     setting, bound_layout, began = incumbent.setting, incumbent.bound_layout, incumbent.began
     _offer_known(incumbent, warm)
     priced = strategies and not bound_layout.given.statements
     searching = began + time_limit * (SEARCH_SHARE if priced else 1.0)
     work = SearchPhases(
-        setting, bound_layout, incumbent, CostTables(setting), searching, searching, until_one_fits=not priced
+        setting,
+        bound_layout,
+        incumbent,
+        CostTables(setting),
+        searching,
+        searching,
+        until_one_fits=until_one_fits and not priced,
     )
+    incumbent.cannot_fit = work.stored_bytes > incumbent.limit
     ended = solved_by_program(work, solver) if solver.method == "ilp" else _searched(work, beat_seconds)
     if solver.method == "lp":
         ended = proved_by_relaxation(replace(work, gives_up=math.inf, deadline=began + time_limit), ended, solver)
     if ended.bound >= beat_seconds:
         raise NoFeasiblePlan(f"no plan takes less than {beat_seconds:.3g} s")
-    work = replace(work, deadline=began + time_limit, gives_up=math.inf, until_one_fits=True)
+    ends = began + time_limit
+    work = replace(work, deadline=ends, gives_up=math.inf if until_one_fits else ends, until_one_fits=until_one_fits)
     if priced:
         incumbent.tell("search", ended.bound)
-        _offer_strategies(incumbent, ended.bound, work.deadline)
+        _offer_strategies(incumbent, ended.bound, work.deadline, until_one_fits)
         incumbent.tell("strategies", ended.bound)
-        if incumbent.plan is None and ended.is_cut and solver.method != "ilp":
+        is_open = until_one_fits and not incumbent.cannot_fit
+        if incumbent.plan is None and ended.is_cut and is_open and solver.method != "ilp":
             ended = _searched(work, beat_seconds)
     bound, search = max(ended.bound, incumbent.floor), ended.search
     bound_by = ended.bound_by if bound == ended.bound else "peak rate of the devices"
@@ -230,15 +242,22 @@ def _solved(
     if incumbent.plan is None or incumbent.costs is None:
         is_unsolved = solver.method == "ilp" and ended.is_cut
         raise unsolved_error(work, solver, ended) if is_unsolved else infeasible_error(work)
+    return _priced_plan(incumbent, incumbent.plan, incumbent.costs, ended, (bound, bound_by))
+
+
+def _priced_plan(
+    incumbent: Incumbent, plan: StepPlan, costs: Costs, ended: SearchResult, proved: tuple[float, str]
+) -> SolvedPlan:
     if verifying():
-        verify_assignment(incumbent.setting.graph, incumbent.plan.assignment)
-    model = ended.model if search is None else search.model
+        verify_assignment(incumbent.setting.graph, plan.assignment)
+    model = ended.model if ended.search is None else ended.search.model
     variables = () if model is None else model.variables
+    bound, bound_by = proved
     return SolvedPlan(
-        incumbent.plan,
-        incumbent.costs,
+        plan,
+        costs,
         min(bound, incumbent.seconds),
-        time.monotonic() - began,
+        time.monotonic() - incumbent.began,
         incumbent.origin,
         len(variables),
         sum(len(variable.states) for variable in variables),
@@ -273,13 +292,15 @@ def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
     return replace(settle(work), bound=0.0, is_part=True)
 
 
-def _offer_strategies(incumbent: Incumbent, bound: float, deadline: float) -> None:
+def _offer_strategies(incumbent: Incumbent, bound: float, deadline: float, until_one_fits: bool) -> None:
     """Price published strategies while one could be better and time is left, or while nothing fits."""
     priced = 0
 
     def is_late() -> bool:
         if relative_gap(incumbent.seconds, bound) == 0.0:
             return True
+        if not until_one_fits or incumbent.cannot_fit:
+            return time.monotonic() > deadline
         return incumbent.plan is not None and priced >= LEAST_PRICED and time.monotonic() > deadline
 
     for name, plan in strategy_plans(incumbent.setting, is_late):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.plans.find import cluster_here
+from autopar.plans.cluster_here import cluster_here
 from benchmarks.gpu.setting import Setting, llama, one_process, stepper
 
 __all__ = ["env", "graphs", "optim", "steps"]

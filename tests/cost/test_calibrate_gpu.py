@@ -29,7 +29,7 @@ from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
 from autopar.cost.hardware.cluster import Device, load_cluster, load_device, shipped_for
 from autopar.cost.hardware.describe import links_of
 from autopar.errors import AutoparError
-from autopar.plans import find
+from autopar.plans.cluster_here import cluster_here
 
 # -- which cluster -----------------------------------------------------------------------------------------------------
 
@@ -69,10 +69,10 @@ def test_the_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
 
     machine("NVIDIA A100-SXM4-80GB", 85.1e9)
-    assert find.cluster_here().name == "a100-80"
+    assert cluster_here().name == "a100-80"
     machine("NVIDIA GH200 480GB", 102e9)
     with pytest.raises(AutoparError) as error:
-        find.cluster_here()
+        cluster_here()
     assert str(error.value).startswith("no cluster has a device 'NVIDIA GH200 480GB' with 102 GB\nfix: measure it, ")
 
 

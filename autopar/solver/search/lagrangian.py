@@ -124,8 +124,9 @@ class LagrangianSearch:
     between: Floats = field(default_factory=lambda: np.zeros(0))
     # `proved` holds for all assignments, so it cannot be raised.
     is_enumerated: bool = False
-    # No plan that was tried fits.
+    # No plan that was tried fits, or none can by the estimates of memory.
     is_short: bool = False
+    cannot_fit: bool = False
     # Lower bounds at some multipliers in which a shared reshard counts once.
     counted: list[tuple[float, Floats]] = field(default_factory=list)
 
@@ -257,7 +258,7 @@ class LagrangianSearch:
         return prices
 
     def is_late(self) -> bool:
-        return time.monotonic() > self.deadline and bool(np.isfinite(self.best))
+        return time.monotonic() > self.deadline and (self.cannot_fit or bool(np.isfinite(self.best)))
 
     def _candidate(self, prices: Floats, share: float) -> list[int]:
         """Return the minimum at known multipliers, with those of memory a little higher or lower."""

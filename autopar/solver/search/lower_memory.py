@@ -12,7 +12,7 @@ from autopar.solver.model.objective import FORBIDDEN_SECONDS, MOMENTS, Sum
 from autopar.solver.search.lagrangian import FEW, MANY, Candidate, LagrangianSearch, by_seconds
 from autopar.solver.search.splice import Splices
 
-__all__ = ["least_memory", "lower_memory", "splice_plans"]
+__all__ = ["least_memory", "lower_memory", "may_fit", "splice_plans"]
 
 # Weights of the limited moments in the search for the least memory.
 LEAST = ((0.5, 0.0, 0.5), (1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.25, 0.5, 0.25), (0.0, 1.0, 0.0))
@@ -45,7 +45,7 @@ def lower_memory(search: LagrangianSearch, limit_gib: float, least_gib: float) -
 
     Where the estimates prove that none can, search once: the user reads the least that was found.
     """
-    may_fit = _least_estimate_gib(search) + search.least_error_gib <= limit_gib
+    is_hopeless = search.cannot_fit or not may_fit(search, limit_gib)
     while time.monotonic() < search.deadline:
         least_gib = min([least_gib, *(one.peak_gib for one in search.found.values())])
         if least_gib <= limit_gib or not np.isfinite(least_gib):
@@ -54,14 +54,15 @@ def lower_memory(search: LagrangianSearch, limit_gib: float, least_gib: float) -
         search.best = np.inf
         search.run()
         splice_plans(search)
-        if not may_fit or min((one.peak_gib for one in search.found.values()), default=np.inf) > search.limit_gib:
+        if is_hopeless or min((one.peak_gib for one in search.found.values()), default=np.inf) > search.limit_gib:
             break
     search.limit_gib = limit_gib
 
 
-def _least_estimate_gib(search: LagrangianSearch) -> float:
-    """Return a lower bound on the memory estimate of all plans."""
-    return max(search.elimination.least(np.array(shares) @ MOMENTS).value for shares in LEAST)
+def may_fit(search: LagrangianSearch, limit_gib: float) -> bool:
+    """Return whether the memory of a plan may be estimated within a limit, by the smallest error of the estimate."""
+    estimates = (search.elimination.least(np.array(shares) @ MOMENTS).value for shares in LEAST)
+    return all(estimate + search.least_error_gib <= limit_gib for estimate in estimates)
 
 
 def splice_plans(search: LagrangianSearch) -> None:

@@ -6,10 +6,12 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import numpy as np
 
 from autopar.cost.compute.fastest_rate import fastest_flops_per_second
+from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.evaluate import Costs
 from autopar.errors import AutoparWarning, LayoutError
 from autopar.sharding.assignment import StepPlan
@@ -30,7 +32,7 @@ from autopar.solver.model.objective import HOST
 from autopar.solver.model.recompute_variables import STATES, layers_of
 from autopar.solver.search.joined_axes import AxisRoles, JoinedAxes, joined_meshes, ways_of
 from autopar.solver.search.lagrangian import LagrangianSearch
-from autopar.solver.search.lower_memory import least_memory, lower_memory, splice_plans
+from autopar.solver.search.lower_memory import least_memory, lower_memory, may_fit, splice_plans
 from autopar.solver.search.prove_small import is_small
 from autopar.solver.setting import PlanningProblem
 
@@ -62,6 +64,8 @@ class Incumbent:
         self.origin = ""
         self.seconds = float("inf")
         self.least_bytes = float("inf")
+        self.cannot_fit = False
+        """True where the estimates of memory show that no plan fits: the search then ends with its time."""
         self.passed_seconds = float("inf")
         """Seconds of the fastest plan that does not fit."""
 
@@ -154,8 +158,22 @@ class SearchPhases:
         return self.setting.kept.least_bytes(graph, left) / self.setting.ranks
 
     @property
+    def stored_bytes(self) -> float:
+        """Lower bound on a device's memory: parameters and the state of the optimizer, in equal shares."""
+        setting, total = self.setting, 0.0
+        states = 0 if setting.options.offload_states else optimizer_of(setting.options.optimizer).states
+        precision = setting.options.precision
+        for one in setting.graph.parameters:
+            trained = one.requires_grad and setting.trains
+            state = precision.state(one.dtype).itemsize * states if trained else 0
+            total += prod(one.shape) * (one.stored_dtype(precision).itemsize + state)
+        return total / setting.ranks
+
+    @property
     def ends(self) -> float:
         """Time after which no model is built."""
+        if self.incumbent.cannot_fit:
+            return min(self.gives_up, self.deadline)
         return np.inf if self.until_one_fits and self.incumbent.plan is None else self.gives_up
 
     def model(
@@ -197,7 +215,10 @@ class SearchPhases:
     def searched(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:
         search = self.search(model, limit_gib, deadline, hint)
         if search.is_limited and least_memory(search).peak_gib > limit_gib and self.incumbent.plan is None:
-            search_least_memory(self)
+            search.cannot_fit = not may_fit(search, limit_gib)
+            # Other joins of axes may fit.
+            self.incumbent.cannot_fit |= search.cannot_fit and self.joined is None
+            search_least_memory(self, is_hopeless=search.cannot_fit)
             if self.incumbent.plan is None:
                 search.hint = None  # the least memory is sought, not the least time
                 lower_memory(search, limit_gib, self.incumbent.least_bytes / 2**30)
@@ -287,13 +308,16 @@ def without_offload(work: SearchPhases) -> SearchPhases:
     return replace(work, setting=setting, tables=CostTables(setting))
 
 
-def search_least_memory(work: SearchPhases, only_one: bool = False) -> None:
+def search_least_memory(work: SearchPhases, only_one: bool = False, is_hopeless: bool = False) -> None:
     """Search the plans of least memory, with all layers recomputed in one way; offer them to the incumbent.
 
-    `only_one`: stop when a plan fits.
+    `only_one`: stop when a plan fits. `is_hopeless`: stop with the time, as none will.
     """
     for mode in reversed(work.setting.modes if work.layers else STATES[:1]):
-        if only_one and work.incumbent.plan is not None:
+        incumbent = work.incumbent
+        if only_one and incumbent.plan is not None:
+            return
+        if is_hopeless and np.isfinite(incumbent.least_bytes) and time.monotonic() > work.deadline:
             return
         model = work.model(is_limited=True, recompute=dict.fromkeys(work.layers, mode))
         least_memory(work.search(model, work.incumbent.limit / 2**30, np.inf))
@@ -307,18 +331,21 @@ def promising_choices(work: SearchPhases) -> AxisRoles:
         nothing = BoundLayout(setting.graph, Layout(()), setting.axes, constrained=False)
         incumbent = Incumbent(setting, incumbent.limit, incumbent.began, None, nothing)
     meshes = list(joined_meshes(setting))
+    is_hopeless = True
     for number, (joined, merged) in enumerate(meshes):
         now = time.monotonic()
-        if plans and now > work.ends:
+        if plans and now > (work.deadline if is_hopeless else work.ends):
             break
         until = now + (work.deadline - now) / (len(meshes) - number + 1)
         free = BoundLayout(merged.graph, Layout(()), merged.axes, constrained=False)
         coarse = SearchPhases(
             merged, free, incumbent, CostTables(merged), until, work.gives_up, work.until_one_fits, joined=joined
         )
-        settle(coarse)
+        search = settle(coarse).search
+        is_hopeless &= search is not None and search.cannot_fit
         best = sorted(coarse.spread, key=lambda one: (one[1].limited_bytes > incumbent.limit, one[1].step_seconds))
         plans += [plan for plan, _ in best[:MOST_FOLLOWED]]
+    work.incumbent.cannot_fit |= is_hopeless
     if not plans:
         raise OutOfTime
     return ways_of(setting, plans)

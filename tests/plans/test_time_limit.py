@@ -1,0 +1,48 @@
+"""The time limit of a search where nothing fits: the search of all meshes, shapes and micro-batches keeps it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import autopar
+from autopar.mesh import Mesh
+from autopar.plans.find import PlanRequest, plan_graph
+from autopar.solver.infeasible import NoFeasiblePlan
+from examples.gpt import gpt
+
+LIMIT, BEYOND = 4.0, 1.0
+LEAST = 20.0 * 2**20
+"""Less than the parameters of the model take on eight devices."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("meshes", "layout", "any_mesh"),
+    [
+        (["dp=8", "dp=4,tp=2", "dp=2,tp=4", "tp=8"], None, True),
+        (["dp=8", "dp=4,tp=2", "dp=2,tp=4", "tp=8"], None, False),
+        (["pp=2,dp=4"], "pipeline pp 1f1b", False),
+        (["dp=4,tp=2"], "micro ?", False),
+        (["pod=2,dp=2,tp=2"], None, False),
+    ],
+)
+def test_the_limit_is_kept_where_nothing_fits(meshes: list[str], layout: str | None, any_mesh: bool) -> None:
+    """Processor time, which other programs do not count into; the search has one thread."""
+    model, inputs = gpt(layers=4, d_model=1024, heads=16, seq=512, batch=16, device="meta")
+    graph = autopar.trace(model, inputs)
+    request = PlanRequest("h100", LEAST, time_limit=LIMIT, cache=False, any_mesh=any_mesh)
+    began = time.process_time()
+    with pytest.raises(NoFeasiblePlan, match=r"no plan .*20\.00 MiB"):
+        plan_graph(graph, [Mesh(one) for one in meshes], layout, request)
+    assert time.process_time() - began < LIMIT + BEYOND
+
+
+@pytest.mark.slow
+def test_a_plan_that_fits_is_found_beyond_the_limit() -> None:
+    model, inputs = gpt(layers=4, d_model=1024, heads=16, seq=512, batch=16, device="meta")
+    graph = autopar.trace(model, inputs)
+    for memory in (2.0 * 2**30, 0.4 * 2**30):
+        request = PlanRequest("h100", memory, time_limit=0.2, cache=False)
+        assert plan_graph(graph, [Mesh("dp=4,tp=2")], None, request).memory_bytes <= memory
