@@ -30,6 +30,9 @@ class TensorUse:
     factor: int | None
     # The op is recomputed, for each mode of its layer.
     again: tuple[bool, ...]
+    # It saves the tensor, and does so on the host, for each mode.
+    saves: tuple[bool, ...]
+    moves: tuple[bool, ...]
     # The shardings in which it takes the tensor, for each of its options.
     wants: tuple[frozenset[Sharding], ...]
 
@@ -41,8 +44,9 @@ class SharedTensor:
     tensor: NamedTensor
     place: int
     uses: tuple[TensorUse, ...]
-    # Its ops are in one layer whose mode is open.
+    # Its ops are in one layer whose mode is open; so is the op that makes it.
     is_in_layer: bool
+    is_made_in_layer: bool
     # The shardings in which the step returns it, for each of its states. The state pays for these reshards.
     returned: tuple[frozenset[Sharding], ...]
 
@@ -62,6 +66,7 @@ def shared_tensors(model: Model) -> Iterator[SharedTensor]:
     numbers: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, factor in enumerate(model.factors):
         numbers[factor.scope[-2:]].append(number)
+    makers = {name: node.name for node in model.setting.graph.nodes for name in node.outputs}
     for tensor in model.setting.graph.tensors.values():
         users = model.setting.users.get(tensor.name, ())
         place = model.place.get(("value" if tensor.kind == "activation" else "held", tensor.name))
@@ -73,10 +78,15 @@ def shared_tensors(model: Model) -> Iterator[SharedTensor]:
             costly = [number for number in numbers[place, op] if _is_costly(model.factors[number])]
             assert len(costly) < 2, f"{tensor.name} is resharded once for {user.name}"
             wants = _wants(model, user, tensor.name)
-            uses.append(TensorUse(op, next(iter(costly), None), again.takes(user.name), wants))
+            is_kept = (user.name, tensor.name) in model.setting.kept.operands
+            saves = tuple(is_kept and not flag for flag in again.flags(user.name))
+            moves = tuple(again.moves(user.name, mode) for mode in range(len(saves)))
+            uses.append(TensorUse(op, next(iter(costly), None), again.takes(user.name), saves, moves, wants))
         layers = {again.layers.get(user.name) for user in users}
         returned = returned_from(model, tensor, handed.get(tensor.name, ()))
-        yield SharedTensor(tensor, place, tuple(uses), len(layers) == 1 and None not in layers, returned)
+        is_in_layer = len(layers) == 1 and None not in layers
+        is_made_in_layer = is_in_layer and again.layers.get(makers.get(tensor.name, "")) in layers
+        yield SharedTensor(tensor, place, tuple(uses), is_in_layer, is_made_in_layer, returned)
 
 
 def returned_from(model: Model, tensor: NamedTensor, wholes: Sequence[bool]) -> tuple[frozenset[Sharding], ...]:

@@ -22,13 +22,15 @@ from numpy.typing import NDArray
 from autopar.solver import Floats
 from autopar.solver.model.cost_tables import CostTable, Parts, weigh
 from autopar.solver.model.model import FactorByMode, Model
-from autopar.solver.model.objective import Sum
+from autopar.solver.model.objective import MEMORY, Sum
 from autopar.solver.model.shared_reshards import SharedTensor, reshard_parts, shared_tensors
 
 __all__ = ["ReshardShares"]
 
 Flags = NDArray[np.bool_]
 
+# Sums of what is saved: memory, and copies to the host and back.
+_IS_SAVING = np.isin(np.arange(len(Sum)), (*MEMORY, Sum.COPIES))
 # Shares, and differences of them, that count as zero.
 TINY = 1e-12
 
@@ -54,9 +56,11 @@ class ReshardShares:
             incident = numbers.get(one.place, [])
             tables = tuple(id(self.model.factors[number].table) for number in incident)
             uses = tuple(
-                (use.factor is None, use.again, id(self.model.variables[use.place].states)) for use in one.uses
+                (use.factor is None, use.again, use.saves, use.moves, id(self.model.variables[use.place].states))
+                for use in one.uses
             )
-            key = one.tensor.kind, self.model.costs.kinds[one.place], tables, uses, one.is_in_layer, one.returned
+            layer = one.is_in_layer, one.is_made_in_layer
+            key = one.tensor.kind, self.model.costs.kinds[one.place], tables, uses, layer, one.returned
             ways = _WaysToKeep.of(self.model, one, incident)
             if key not in found:
                 found[key] = _SharingGroup(self.model, one, ways if self.is_whole else None)
@@ -204,7 +208,7 @@ class _SharingGroup:
             return (True,)
         flags = [use.again for use in self.one.uses]
         if self.one.is_in_layer:
-            return tuple(all(own[min(mode, len(own) - 1)] for own in flags) for mode in range(max(map(len, flags))))
+            return tuple(all(self._at(own, mode) for own in flags) for mode in range(max(map(len, flags))))
         return (all(map(all, flags)),)
 
     def _weighted(self, weights: Floats, flag: bool) -> Floats:
@@ -231,8 +235,8 @@ class _SharingGroup:
     def _discounted(self, i: int, wants: list[int], prices: Mapping[bool, Floats], mode: int) -> Floats:
         """Return by how much less an op pays in a mode, for each state of the tensor and each of its options."""
         again = self.one.uses[i].again
-        flag = i > 0 if self.one.tensor.kind == "param" else again[min(mode, len(again) - 1)]
-        least = prices[self._least[min(mode, len(self._least) - 1)]][:, wants]
+        flag = i > 0 if self.one.tensor.kind == "param" else self._at(again, mode)
+        least = prices[self._at(self._least, mode)][:, wants]
         paid = np.array([self.paid[want][i] for want in wants]).T
         return np.asarray((prices[flag][:, wants] - paid * least) @ self.takes[i][wants])
 
@@ -240,28 +244,71 @@ class _SharingGroup:
         """Let each state cost what it costs to keep the tensor otherwise, and to reshard it once for all ops."""
         _, ways = self.members[0]
         assert ways is not None, "contracts bear on no tensor with ways"
-        numbers, homes = list(self.homes), list(self.homes.values())
-        flag = all(self._least)
-        via = np.where(self.returned, 0.0, weigh(self._parts[flag], weights))[:, numbers]
-        own = costs[self.one.place]
-        apart = own[:, None] - own[None, homes]
-        for number in ways.modes:
-            apart = apart + (tables[number][:, :, None] - tables[number][:, None, homes]).min(axis=0)
-        via = via + apart
-        if ways.maker is None:
+        own, by_mode = costs[self.one.place], [tables[number] for number in ways.modes]
+        old = None if ways.maker is None else tables[ways.maker]
+        via = self._via(own, by_mode, ways, weights, len(old) if old is not None and old.ndim == 3 else 1)
+        homes = list(self.homes.values())
+        if old is None:
             new = own.copy()
-            new[homes] = np.minimum(own[homes], own[homes] + via.min(axis=0))
+            new[homes] = np.minimum(own[homes], own[homes] + via.min(axis=(0, 1)))
             for other, _ in self.members:
                 costs[other.place] = new
             return
-        old = tables[ways.maker]
         new = old.copy()
         for place, home in enumerate(homes):
-            new[..., home] = np.minimum(old[..., home], (old + via[:, place]).min(axis=-1))
+            others = via[:, :, place] if old.ndim == 3 else via[:, :, place].min(axis=0)
+            new[..., home] = np.minimum(old[..., home], (old + others[..., None, :]).min(axis=-1))
         for _, one in self.members:
             assert one is not None, "members have equal factors"
             assert one.maker is not None, "members have equal factors"
             tables[one.maker] = new
+
+    def _via(self, own: Floats, by_mode: list[Floats], ways: _WaysToKeep, weights: Floats, modes: int) -> Floats:
+        """Return by how much more it costs to keep the tensor in each state and to reshard it once than in each home.
+
+        The first axis is the mode of the op that makes it. Where an op saves what it takes, the copy in the sharding
+        of the home is saved, whatever is kept.
+        """
+        numbers, homes = list(self.homes), list(self.homes.values())
+        saving = np.where(_IS_SAVING, weights, 0.0)
+        parts = self.model.variables[self.one.place].parts
+        kept = sum((weigh(each, saving) for each in parts), np.zeros(len(own)))
+        kept_by_mode = [self.model.factors[number].table.weighted(saving) for number in ways.modes]
+        found = []
+        for mode in range(max([modes, *map(len, by_mode)])):
+            direct = total = own + sum(table[mode] for table in by_mode)
+            copies: float | Floats = 0.0
+            if self._is_saved(mode):
+                kept_here = kept + sum(table[mode] for table in kept_by_mode)
+                total, copies = total - kept_here, kept_here[homes]
+                if not self._is_moved(mode):
+                    copies = self._saved_copies(homes, weights)
+            flag = self._at(self._least, mode) if self.one.is_made_in_layer else all(self._least)
+            once = np.where(self.returned, 0.0, weigh(self._parts[flag], weights))[:, numbers]
+            found.append(once + total[:, None] + copies - direct[None, homes])
+        return np.stack(found)
+
+    def _is_saved(self, mode: int) -> bool:
+        """Return whether an op saves what it takes, in a mode of the layer or in all modes where layers differ."""
+        if self.one.is_made_in_layer:
+            return any(self._at(use.saves, mode) for use in self.one.uses)
+        return any(all(use.saves) for use in self.one.uses)
+
+    def _is_moved(self, mode: int) -> bool:
+        return any(self._at(use.moves, mode) if self.one.is_made_in_layer else any(use.moves) for use in self.one.uses)
+
+    def _saved_copies(self, homes: list[int], weights: Floats) -> Floats:
+        """Return the weighted memory of a saved copy in the sharding of each home."""
+        made, setting = self.model.cost_tables, self.model.setting
+        cut = made.cut(self.one.tensor)
+        is_value = self.one.tensor.kind == "activation"
+        layouts = [self.states[home] if is_value else self.states[home].layout for home in homes]
+        sizes = [made.ways.gib(cut, layout) for layout in layouts]
+        return np.asarray(weights[Sum.KEPT_GIB] * setting.saved_share * np.array(sizes))
+
+    @staticmethod
+    def _at(flags: tuple[bool, ...], mode: int) -> bool:
+        return flags[min(mode, len(flags) - 1)]
 
     def add_counted_again(self, total: Floats, chosen: Sequence[int]) -> None:
         parts = self._parts[all(self._least)]
