@@ -6,7 +6,7 @@
 Both take the same cuts, micro-batches and schedule; their steps take turns. `wall` is the ratio of the medians of the
 slowest rank, `CPU` that of the processor's seconds of all ranks, which other programs disturb less. `noise` is the
 ratio of the peer's wall time in one half of its steps to that in the other. `memory` is the ratio of the peaks of the
-fullest ranks, in bytes of tensors alive at once. `idle` is the share of the fastest step in which the busiest stage
+fullest ranks, in bytes of tensors alive at once. `idle` is the share of a step in which the busiest stage
 waits, `model` that of the same schedule simulated with the measured tasks and messages, and `bubble` their ratio. They
 need a core for each rank: without one a stage that waits for a core is not idle, and they are left out. `halves` is the
 processor's time of the backwards of zero_bubble, in two halves, to that of the whole ones of 1f1b.

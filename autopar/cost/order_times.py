@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,12 +66,14 @@ def run_orders(
     sends_wait: bool,
     core_fraction: float = 1.0,
     traffic: Sequence[StageTraffic] = (),
+    own: Sequence[Mapping[StageTask, float]] = (),
 ) -> OrderTimes:
     """Return the times of all tasks; each stage runs until an input is missing.
 
     A stage begins at its second of `begins`. With `sends_wait` it does not compute while it sends. Where stages share
     cores, the seconds of the parts are those while all stages compute; fewer of them compute faster. `traffic` of each
-    stage makes its tasks longer, where stages have cores of their own.
+    stage makes its tasks longer, where stages have cores of their own. `own` has the seconds of each task of each
+    stage, where they differ between micro-batches.
     """
     if core_fraction < 1.0:
         return run_on_shared_cores(parts, plan, begins, core_fraction)
@@ -86,7 +88,7 @@ def run_orders(
             ready = ends[source] if sends_wait or sender < 0 else ends[source] + sends[sender]
             if ready > start:
                 start = ready
-        took = seconds[work][part]
+        took = own[stage][task] if own else seconds[work][part]
         if place in is_sent:
             took += sends[part]
         end = start + took
