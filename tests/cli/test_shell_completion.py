@@ -33,7 +33,7 @@ done
 """
     )
     done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["verify", "--mesh", "h200", "h200-efa", "here.plan.lay"]
+    assert done.stdout.split() == ["verify", "--mesh", "h200", "h200-a3ultra", "h200-efa", "here.plan.lay"]
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
@@ -51,7 +51,7 @@ def test_fish_completes_commands_options_names_and_files(
     asked = "\n".join([capsys.readouterr().out, *(f"complete -C '{line}'" for line in words)])
     done = subprocess.run(["fish", "--no-config", "-c", asked], capture_output=True, text=True, check=True)
     offered = [line.partition("\t")[0] for line in done.stdout.splitlines()]
-    assert offered == ["verify", "--mesh", "h200", "h200-efa", "here.plan.lay"]
+    assert offered == ["verify", "--mesh", "h200", "h200-a3ultra", "h200-efa", "here.plan.lay"]
 
 
 def test_zsh_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,8 +270,12 @@ def test_without_time_to_search_the_best_expert_stands(graph: NamedGraph, axes: 
 
 
 def test_without_time_and_without_experts_that_may_be_taken_a_plan_is_found(graph: NamedGraph) -> None:
-    with pytest.raises(NoFeasiblePlan) as refused:
+    # What is stored alone does not fit: the time is kept, and the least memory is not known.
+    with pytest.raises(NoFeasiblePlan, match="time limit") as refused:
         solve_plan(graph, AXES, CLUSTER, memory_bytes=1000, strategies=False, time_limit=1e-3)
+    assert refused.value.least_bytes is None
+    with pytest.raises(NoFeasiblePlan) as refused:
+        solve_plan(graph, AXES, CLUSTER, memory_bytes=1000, strategies=False)
     least = refused.value.least_bytes
     assert least is not None
     found = solve_plan(graph, AXES, CLUSTER, memory_bytes=least, strategies=False, time_limit=1e-3)
