@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 import autopar
-from autopar.errors import AutoparError
 from examples.gpt import gpt
 from tests.gaps import number
 from tests.runtime.launcher import in_turn, launch
+from tests.runtime.training import error_of
 
 TOLERANCE = 1e-5
 SMALL: dict[str, Any] = {"layers": 1, "d_model": 24, "heads": 4, "vocab": 32, "seq": 6, "batch": 4}
@@ -37,14 +36,6 @@ def worst(parallel: Any, model: Any, inputs: Any) -> float:
         gradient = parallel.get_parameter(name).grad.full_tensor()
         found.append(number((gradient - parameter.grad).abs().max()))
     return max(found)
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except AutoparError as error:
-        return str(error)
-    return "no error"
 
 
 def searched() -> dict[str, Any]:

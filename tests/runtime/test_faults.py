@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 import autopar
-from autopar.errors import AutoparError
 from autopar.lowering.collectives.process_groups import Groups, device_mesh
 from autopar.mesh import Mesh
 from autopar.sharding.layout.language import strategy_names
 from examples.gpt import gpt
 from tests.runtime.launcher import endings, launch
+from tests.runtime.training import error_of
 
 LOST, LIMIT_SECONDS = 1, 45
 """The rank that goes, and the time limit of the process group: on a busy machine ranks are late by some seconds."""
@@ -71,14 +70,6 @@ def test_a_rank_that_is_lost_in_mid_step_ends_the_others(how: str, code: int | N
 def with_mesh(mesh: str, **sizes: Any) -> tuple[nn.Module, str, dict[str, torch.Tensor]]:
     model, inputs = small_gpt(**sizes)
     return model, mesh, inputs
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except AutoparError as error:
-        return str(error)
-    return "no error"
 
 
 def refuse(folder: str) -> dict[str, str]:

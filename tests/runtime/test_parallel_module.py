@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autopar
-from autopar.errors import AutoparError
 from autopar.runtime.module import ParallelModule
 from examples.gpt import gpt
 from tests.runtime.launcher import in_turn, launch
-from tests.runtime.training import gap, whole
+from tests.runtime.training import error_of, gap, whole
 
 Inputs = dict[str, Tensor]
 
@@ -34,14 +32,6 @@ def gradient_gap(model: nn.Module, parallel: nn.Module) -> float:
         assert parameter.grad is not None
         worst = max(worst, gap(parallel.get_parameter(name).grad, parameter.grad))
     return worst
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except AutoparError as error:
-        return str(error)
-    return "no error"
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------

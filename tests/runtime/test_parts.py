@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
-from autopar.errors import AutoparError
 from tests.gaps import number
 from tests.runtime.launcher import in_turn, launch
+from tests.runtime.training import error_of
 
 TOLERANCE = 1e-10
 
@@ -176,14 +176,6 @@ def refused() -> dict[str, str]:
     found["inputs"] = error_of(lambda: p.hidden(x, x))
     found["rank"] = error_of(lambda: (p.hidden if torch.distributed.get_rank() else p)(x))
     return found
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except AutoparError as error:
-        return str(error)
-    return "no error"
 
 
 def test_parts_that_cannot_be_called_say_why() -> None:

@@ -16,11 +16,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.errors import AutoparError
 from autopar.runtime.module import ParallelModule
 from examples.gpt import gpt
 from tests.gaps import number
 from tests.runtime.launcher import in_turn, launch
+from tests.runtime.training import error_of
 
 MESH = "a=2,b=2"
 ROWS = "rows -> a; * -> none"
@@ -176,14 +176,6 @@ def gap(found: Tensor | None, expected: Tensor | None) -> float:
     if found is None or expected is None:
         return 0.0 if found is expected else float("inf")
     return number((found - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except AutoparError as error:
-        return str(error)
-    return "no error"
 
 
 def draw_exactly() -> dict[str, Any]:

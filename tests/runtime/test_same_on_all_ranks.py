@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import autopar
-from autopar.errors import AutoparError
 from autopar.lowering.collectives.checksum import checksum_of_all
 from autopar.runtime.agreement import LOCAL, SAME_GRAPH, Agreement
 from tests.runtime.launcher import in_turn, launch
+from tests.runtime.training import error_of
 
 
 class Scaled(torch.autograd.Function):
@@ -45,14 +44,6 @@ class Tuned(nn.Module):
         y = self.dropout(self.linear(x) * self.scale) + self.table
         y = y + torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0, 2.0, 3.0, self.last])
         return {"y": Scaled.apply(y, self.factor).sum(), "kind": self.returned}  # type: ignore[no-untyped-call]
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except AutoparError as error:
-        return str(error)
-    return "no error"
 
 
 def differ_in_numbers() -> dict[str, str]:
