@@ -125,6 +125,10 @@ class NamedGraph:
         """Return the footprints of ops on shards that are known by now; `local_memory` adds them."""
         return {}
 
+    def trains(self, node: NamedNode) -> bool:
+        """Return whether a result of an op needs a gradient."""
+        return any(name is not None and self.tensors[name].requires_grad for name in node.outputs)
+
     @cached_property
     def ops_of_layers(self) -> Mapping[str, tuple[str, ...]]:
         """Return the ops of each repeated layer in order, by the path of its module."""

@@ -273,8 +273,7 @@ class _Emitter:
 
     def _drawing(self, source: Node, node: NamedNode, choice: Choice, local: LocalCall) -> Node | None:
         """Emit an op that draws random numbers."""
-        differentiable = any(name is not None and self.graph.tensors[name].requires_grad for name in node.outputs)
-        made = self.drawings.make(node, source, choice, local.arguments, differentiable)
+        made = self.drawings.make(node, source, choice, local.arguments, self.graph.trains(node))
         if made is None:
             return None
         if self.key is None:

@@ -145,9 +145,8 @@ def rerun_ends(graph: NamedGraph, regions: Iterable[RecomputeRegion], options: T
     last: list[str] = []
     for region in () if options.recompute_to_end else regions:
         for op in reversed(region.ops if region.mode == "full" else ()):
-            trains = any(name is not None and graph.tensors[name].requires_grad for name in nodes[op].outputs)
             footprint = graph.footprints[nodes[op].node]
-            if trains and (footprint.keeps or footprint.keeps_outputs or footprint.internal_bytes):
+            if graph.trains(nodes[op]) and (footprint.keeps or footprint.keeps_outputs or footprint.internal_bytes):
                 if _saves_first(nodes[op], graph, options.precision):
                     last.append(op)
                 break
@@ -178,9 +177,8 @@ def reading(graph: NamedGraph, layers: Mapping[str, tuple[int, Recompute]], agai
     found: set[str] = set()
     for node in reversed(graph.nodes if again else ()):
         footprint = graph.footprints[node.node]
-        trains = any(name is not None and graph.tensors[name].requires_grad for name in node.outputs)
         layer, mode = layers.get(node.name, (0, "none"))
-        kept = {(layer, node.operands[i]) for i in footprint.keeps} if trains else set()
+        kept = {(layer, node.operands[i]) for i in footprint.keeps} if graph.trains(node) else set()
         if node.name not in again:
             needed |= kept
         elif (

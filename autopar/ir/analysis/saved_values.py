@@ -46,7 +46,7 @@ class SavedValues:
                 if name in kept and source is not None:
                     kept.add(source)
                     operands.add((node.name, source))
-            if not any(name is not None and graph.tensors[name].requires_grad for name in node.outputs):
+            if not graph.trains(node):
                 continue
             for i in footprint.keeps:
                 name = node.operands[i]

@@ -93,8 +93,7 @@ class OpVariables(ModelBuilder):
         )
         moves = self.again.moves(node.name, mode)
         leaving = tuple(name is not None and self._leaves(name, node, mode) for name in keeping)
-        trains = any(self.graph.tensors[name].requires_grad for name in node.outputs if name is not None)
-        keeps = self.regather and self.setting.trains and trains and not again
+        keeps = self.regather and self.setting.trains and self.graph.trains(node) and not again
         moment = self._moment(node)
         kept = keeps, node.name in self.gone, tuple(name is not None for name in keeping), moves, leaving
         key = "op", self._signature(node), fused, runs, moment, kept
