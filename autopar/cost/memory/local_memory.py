@@ -72,18 +72,17 @@ def local_footprint(
     if lowered_op is not None:
         # Window ops with halos run unchanged, on their shard joined with its neighbours' edges.
         kinds = {step.kind for message in lowered_op.messages() for step in message.reshard.forward}
-        if StepKind.HALO_EXCHANGE not in kinds:
-            key = _measured_key(graph, node, op_assignment, lowered_op, axes)
-            known = graph.local_footprints.get(key)
-            if known is None:
-                known = graph.local_footprints[key] = _lowered_footprint(graph, node, op_assignment, lowered_op, axes)
-            return known
-    if node.op in OF_LOCAL_SHAPES:
-        key = _measured_key(graph, node, op_assignment, None, axes)
-        known = graph.local_footprints.get(key)
-        if known is None:
-            known = graph.local_footprints[key] = _local_shapes_footprint(graph, node, op_assignment, axes)
-        return known
+        lowered_op = None if StepKind.HALO_EXCHANGE in kinds else lowered_op
+    if lowered_op is not None or node.op in OF_LOCAL_SHAPES:
+        key = _measured_key(graph, node, op_assignment, lowered_op, axes)
+        found = graph.local_footprints.get(key)
+        if found is None:
+            if lowered_op is None:
+                found = _local_shapes_footprint(graph, node, op_assignment, axes)
+            else:
+                found = _lowered_footprint(graph, node, op_assignment, lowered_op, axes)
+            graph.local_footprints[key] = found
+        return found
     whole = graph.footprints[node.node]
     share = share_of(node, op_assignment.choice, axes)
     return replace(
@@ -375,8 +374,7 @@ class LiveState:
         return max(1, prod(self.call.tensors[name].shape) // max(1, prod(self.graph.tensors[name].shape)))
 
     def _trains(self, node: NamedNode) -> bool:
-        made = any(name is not None and self.graph.tensors[name].requires_grad for name in node.outputs)
-        return made and self.graph.exported.grad_enabled
+        return self.graph.trains(node) and self.graph.exported.grad_enabled
 
     def _layer(self, node: NamedNode) -> int:
         return self.layers.get(node.name, (0, "none"))[0]
