@@ -15,7 +15,6 @@ scaled to them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -28,6 +27,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.level_prices import cheapest_ways, seconds_by_level
 from autopar.cost.measured.interpolation import Place, Ratios, place
 from autopar.cost.measured.tables import CollectiveTable, LibraryTables
+from autopar.cost.placement import GroupPart, free_places, ranks_of, ranks_per_unit, spread_of, straddling
 from autopar.errors import ClusterError
 from autopar.mesh import SubMesh
 from autopar.names import did_you_mean
@@ -248,29 +248,61 @@ class Network:
     def group(self, axes: tuple[str, ...]) -> tuple[LevelSpan, ...]:
         """Return the links that a group of ranks along the axes spans, the innermost first."""
         spans: list[LevelSpan] = []
-        # Ranks in a unit of the level below: of the group, of the whole mesh, and as many as fit.
-        members = active = room = 1
-        for level, count, all_units in zip(
-            self.cluster.level, self._units(axes), self._units(tuple(self.axes)), strict=True
+        # Ranks in a unit of the level below: of the whole mesh, as many as fit, and in places that are taken.
+        active = room = placed = 1
+        for level, own, whole, ranks in zip(
+            self.cluster.level,
+            self._parts(axes),
+            self._parts(tuple(self.axes)),
+            ranks_per_unit(self._sizes, self._capacities),
+            strict=True,
         ):
-            if count > 1:
-                ports = self._wired_ports(level, axes, room) if level.wires else level.ports
-                rate, lone = _rates(level, ports, members, active, room, all_units)
-                spans.append(LevelSpan(level, count, members, rate, lone, room == 1))
-            members *= count
-            active *= all_units
+            if own.units > 1:
+                ports = self._wired_ports(level, axes, placed, ranks) if level.wires else level.ports
+                rate, lone = _rates(level, ports, own.ranks, active, room, whole.units)
+                spans.append(LevelSpan(level, own.units, own.ranks, rate, lone, room == 1))
+            active *= whole.units
             room *= level.units or 1
+            placed = ranks
         return tuple(spans)
 
-    def _units(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the number of units of each level that the largest part of a group joins."""
-        if self.links:
-            placed = self.placed_axes()
-            return tuple(prod(placed[axis][i] for axis in axes) for i in range(len(self.cluster.level)))
-        return _units_of(tuple(self.axes.items()), axes, tuple(level.units for level in self.cluster.level))
+    def _parts(self, axes: tuple[str, ...]) -> tuple[GroupPart, ...]:
+        """Return the parts of a group on each level, those of the most spread one."""
+        if not self.links:
+            return spread_of(self._sizes, axes, self._capacities)
+        placed = self.placed_axes()
+        units = [prod(placed[axis][i] for axis in axes) for i in range(len(self.cluster.level))]
+        return tuple(GroupPart(count, prod(units[:i])) for i, count in enumerate(units))
 
-    def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        return _ranks_of(tuple(self.axes.items()), axes)
+    def _units(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(part.units for part in self._parts(axes))
+
+    @property
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        return tuple(self.axes.items())
+
+    @property
+    def _capacities(self) -> tuple[int | None, ...]:
+        return tuple(level.units for level in self.cluster.level)
+
+    def ranks_per_unit(self) -> tuple[int, ...]:
+        """Return the number of ranks in a unit of each level; not where `links` put axes on levels."""
+        return ranks_per_unit(self._sizes, self._capacities)
+
+    def placement_notes(self) -> list[str]:
+        """Return which units leave places free, and the axes whose groups lie in two units though one has room."""
+        if self.links:
+            return []
+        names, found = [level.name for level in self.cluster.level], []
+        for level, (ranks, most) in free_places(self._sizes, self._capacities).items():
+            found.append(
+                f"{ranks} of {most} devices of each unit of '{names[level]}' are in use: groups stay within one"
+            )
+        for level, axes in straddling(self._sizes, self._capacities).items():
+            size = prod(self.axes[axis] for axis in axes)
+            groups = f"some groups of {size} along {'*'.join(axes)} lie in two units of '{names[level]}'"
+            found.append(f"{groups}: they are priced, as the slowest; a size that divides a unit avoids it")
+        return found
 
     def placed_axes(self) -> dict[str, list[int]]:
         """Return the units of each level for each axis, with some axes put on a level by `links`."""
@@ -295,11 +327,10 @@ class Network:
                 rest //= take
         return placed
 
-    def _wired_ports(self, level: TopologyLevel, axes: tuple[str, ...], unit_size: int) -> int:
+    def _wired_ports(self, level: TopologyLevel, axes: tuple[str, ...], unit_size: int, unit_ranks: int) -> int:
         """Return the links of the least connected unit to other units of the group, all wired in pairs."""
-        assert level.units is not None, "wires are checked against units"
-        node = unit_size * level.units
-        here = sorted({rank % node // unit_size for rank in self._ranks(axes) if rank // node == 0})
+        first = ranks_of(self._sizes, axes)
+        here = sorted({rank // unit_size for rank in first if rank < unit_ranks})
         return max(1, min(sum(int(level.wires[one][other]) for other in here) for one in here))
 
 
@@ -343,32 +374,6 @@ def _alone(cluster: Cluster, units: tuple[int, ...], groups: int) -> Network:
     sizes = {name: units[int(name.removeprefix("level"))] for name in _names(units)}
     links = {f"level{i}": level.name for i, level in enumerate(cluster.level)}
     return Network(cluster, SubMesh({"groups": groups, **sizes}), links)
-
-
-@lru_cache(maxsize=4096)
-def _ranks_of(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the ranks of the first group along some axes of a mesh with these sizes."""
-    names, size_of = [name for name, _ in sizes], dict(sizes)
-    ranks = [0]
-    for axis in axes:
-        stride = prod(size_of[other] for other in names[names.index(axis) + 1 :])
-        ranks = [rank + i * stride for rank in ranks for i in range(size_of[axis])]
-    return tuple(sorted(ranks))
-
-
-@lru_cache(maxsize=4096)
-def _units_of(
-    sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], units: tuple[int | None, ...]
-) -> tuple[int, ...]:
-    """Return the number of units of each level that the largest part of a group joins."""
-    counts: list[int] = []
-    everyone, inside = prod(size for _, size in sizes), set(_ranks_of(sizes, axes))
-    for count in units:
-        within = count or max(everyone, 1)
-        # Units of the level below, by the unit that they are in.
-        counts.append(max(Counter(lower // within for lower in inside).values()))
-        inside = {lower // within for lower in inside}
-    return tuple(counts)
 
 
 def _rates(level: TopologyLevel, ports: int, members: int, active: int, room: int, units: int) -> tuple[float, float]:

@@ -89,8 +89,8 @@ def devices_of(cluster: Cluster, mesh: SubMesh, links: Mapping[str, str]) -> tup
 
 def _units(network: Network, place: int) -> Iterator[int]:
     """Yield the unit of a level in which each rank is, counted over the level."""
-    below = prod(level.units or 1 for level in network.cluster.level[:place])
     if not network.links:
+        below = network.ranks_per_unit()[place - 1] if place else 1
         yield from (rank // below for rank in network.axes.ranks)
         return
     # Axes that `@` puts on a level leave their places on the others.

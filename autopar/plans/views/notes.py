@@ -23,7 +23,7 @@ def notes(plan: PlanRecord) -> list[str]:
             "nothing is split: every device" if every else f"nothing is split over {', '.join(idle)}: each rank of it"
         )
         found.append(f"{text} computes {'everything' if every else 'the same'}{why}")
-    found += shares_notes(plan)
+    found += shares_notes(plan) + plan.network.placement_notes()
     if plan.graph.loss_pieces is not None:
         pieces = plan.graph.loss_pieces
         found.append(f"the last layer and the loss in {pieces} pieces: a rank has the logits of one of them")
