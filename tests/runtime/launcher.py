@@ -93,8 +93,11 @@ def _start(
 
 
 def _log(folder: Path, rank: int) -> str:
+    """The last a rank printed; where a signal ended it, what came before the signal and the threads' places."""
     log = folder / f"log{rank}"
-    return log.read_text()[-4000:] if log.exists() else ""
+    text = log.read_text() if log.exists() else ""
+    fatal = text.find("Fatal Python error")
+    return text[-4000:] if fatal < 0 else text[max(fatal - 2000, 0) : fatal + 8000]
 
 
 def _rank(module: str, name: str, folder: str, rank: int, ranks: int, limit_seconds: float | None) -> None:
