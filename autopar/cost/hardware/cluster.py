@@ -199,13 +199,14 @@ def cluster_path(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.suffix == ".toml" or path.is_file():
         return path
-    names = cluster_names()
-    if str(name_or_path) not in names:
+    shipped = data_folder("cost_models") / f"{name_or_path}.toml"
+    if len(path.parts) != 1 or not shipped.is_file():
+        names = cluster_names()
         raise ClusterError(
             f"there is no cluster '{name_or_path}'{did_you_mean(str(name_or_path), names)}\n"
             f"fix: take one of {', '.join(names)}, or give the path of a .toml file (docs/costs.md)"
         )
-    return data_folder("cost_models") / f"{name_or_path}.toml"
+    return shipped
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
@@ -247,6 +248,11 @@ def load_device(name: str) -> Device:
         raise ClusterError(
             f"there is no device '{name}'{did_you_mean(name, names)}\nfix: take one of {', '.join(names)}"
         )
+    return _load_device(path, _stamp(path))
+
+
+@lru_cache(maxsize=64)
+def _load_device(path: Path, stamp: int) -> Device:
     document = read_document(path)
     return document.read(Device, (), _without_sources(document))
 
