@@ -10,10 +10,12 @@ files (`TopologyLevel`, `Library`). `algorithm_registry.py` lists all algorithms
     ring all-reduce         2 (p-1)                 2 (p-1)/p
     ring all-gather         p-1                     (p-1)/p
     double binary tree      2 ceil(log2 p)          2, but 1 for p = 2
+    direct all-to-all       1, and p-2 more starts  (p-1)/p
     NVLS all-reduce         2                       1 + 1/p: all read every rank's part, each writes its own result
 
 A pipelined phase cuts its data into pieces, and a unit sends a piece on while the next one comes. In a phase of rounds
-nobody sends before the messages of the last round have arrived.
+nobody sends before the messages of the last round have arrived. Direct messages are one hop, but a rank starts them one
+after another: those to ranks of its unit beside those to other units.
 
 Sources: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009); Jia et
 al., "Highly scalable deep learning training system with mixed-precision" (2018); Mikami et al., "Massively distributed
@@ -83,6 +85,10 @@ class Algorithm:
     base_seconds: float
     # This and the next mappings have kinds of links as keys.
     hop_seconds: Mapping[str, float]
+    # Time in which a rank starts each further message that it sends at once.
+    message_seconds: Mapping[str, float] = field(default_factory=dict)
+    # Largest message that it sends; no bound by default.
+    largest_message_bytes: float | None = None
     # Time for each rank of the group, however few hops there are.
     rank_seconds: float = 0.0
     # Share of the bandwidth that carries data; 1 by default.
@@ -168,6 +174,10 @@ class Phase:
     lone: bool = False
     # Pieces are sent on while others come, instead of rounds.
     pipelined: bool = False
+    # Messages that the busiest rank sends on each level at once; empty where each is a hop.
+    messages: tuple[float, ...] = ()
+    # Bytes of one message.
+    message: float = 1.0
 
 
 # Phases in order.
@@ -307,7 +317,7 @@ def nvls_exchange(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 
 def direct(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """Return all messages at once, each straight to its receiver."""
+    """Return all messages at once, each straight to its receiver: one for each other rank, or one in all."""
     p = ranks_of(group)
     if kind == "all_to_all":
         traffic = tuple(span.members * (p - span.members) / p for span in group)
@@ -320,4 +330,7 @@ def direct(kind: str, group: Group) -> CollectiveAlgorithm | None:
     else:
         return None
     hops = tuple(float(i == len(group) - 1) for i in range(len(group)))
-    return (Phase(hops, traffic, lone=kind != "all_to_all"),)
+    if kind in ("send", "halo_exchange"):
+        return (Phase(hops, traffic, lone=True),)
+    messages = tuple(float(span.members * (span.units - 1)) for span in group)
+    return (Phase(hops, traffic, lone=kind != "all_to_all", messages=messages, message=1 / p),)

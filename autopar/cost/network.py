@@ -415,9 +415,19 @@ def _curve(kind: str, algorithm: Algorithm, group: tuple[LevelSpan, ...]) -> Cur
             root += sqrt((waits + (0.0 if root else algorithm.base_seconds)) * times[slowest])
             in_flight = by_link(algorithm.fill_bytes, group[slowest].level.link, inf)
             fill += in_flight * times[slowest] / phase.traffic[slowest]
-        latency, per_byte = latency + waits, per_byte + times[slowest]
+        latency, per_byte = latency + waits + _start_seconds(algorithm, group, phase), per_byte + times[slowest]
     smallest, largest = algorithm.smallest_bytes or 0.0, algorithm.largest_bytes or inf
+    if algorithm.largest_message_bytes is not None:
+        largest = min(largest, *(algorithm.largest_message_bytes / phase.message for phase in phases))
     return Curve(algorithm.names[0], latency, per_byte, root, fill if root else inf, smallest, largest)
+
+
+def _start_seconds(algorithm: Algorithm, group: tuple[LevelSpan, ...], phase: Phase) -> float:
+    """Return the seconds in which a rank starts its messages but the first; those of two levels start side by side."""
+    counts = zip(group, phase.messages or (0.0,) * len(group), strict=True)
+    return max(
+        max(0.0, count - 1) * by_link(algorithm.message_seconds, span.level.link, 0.0) for span, count in counts
+    )
 
 
 def _byte_rate(kind: str, algorithm: Algorithm, span: LevelSpan, phase: Phase) -> float:

@@ -221,6 +221,18 @@ def _plateau(rows: Sequence[Row]) -> list[Measured]:
     return found
 
 
+def _inside_nodes(rows: Sequence[Row]) -> list[Measured]:
+    """Return sweeps on one node by a planner of inference servers; half of three devices' rows fitted a library."""
+    found = []
+    for row in rows:
+        table = f"{row['gpu']}, {row['half']}"
+        ranks, size, seconds = int(row["ranks"]), float(row["bytes"]), float(row["microseconds"]) / 1e6
+        label = f"{table}, {row['collective']}, {ranks} ranks, {size:.0f} bytes"
+        cluster = cluster_of(row["gpu"], "")
+        found.append(Measured(table, cluster, 1, ranks, row["collective"], size, seconds, label=label))
+    return found
+
+
 def _by_nodes(rows: Sequence[Row]) -> list[Measured]:
     """Return the Ultra-Scale Playbook's bus bandwidths by nodes, of H100 nodes on AWS."""
     found = []
@@ -249,4 +261,5 @@ READERS: Mapping[str, Callable[[Sequence[Row]], list[Measured]]] = {
     "micro_nccl_sweeps": _sweep,
     "micro_collective_plateau": _plateau,
     "micro_ultrascale_collective": _by_nodes,
+    "micro_collectives": _inside_nodes,
 }

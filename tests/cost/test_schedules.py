@@ -34,11 +34,18 @@ def price(
 
 
 def network(
-    name: str, axes: dict[str, int], shape: Shape | None = None, nics: int = 1, rings: int | None = 1
+    name: str,
+    axes: dict[str, int],
+    shape: Shape | None = None,
+    nics: int = 1,
+    rings: int | None = 1,
+    start: float = 0.0,
 ) -> Network:
     algorithm = Algorithm(name, KINDS, 0.0, {"fast": FAST.seconds, "slow": SLOW.seconds})
     if name == "ring":
         algorithm = replace(algorithm, rings=rings)
+    if start:
+        algorithm = replace(algorithm, message_seconds={"fast": start, "slow": start})
     outer = TopologyLevel("slow", "slow", nics, 1 / SLOW.seconds_per_byte)
     units = shape[0] if shape is not None else None
     levels = (TopologyLevel("fast", "fast", 1, 1 / FAST.seconds_per_byte, units=units), *([outer] if shape else []))
@@ -225,6 +232,16 @@ def test_two_levels(name: str, kind: str, shared: bool) -> None:
         assert least <= ratio <= most, (shape, size, ratio)
         if size == SIZES[-1]:
             assert 0.95 <= ratio <= 1.02, (shape, ratio)
+
+
+@pytest.mark.parametrize("start", [1e-6, 20e-6])
+def test_a_rank_starts_its_messages_one_after_another(start: float) -> None:
+    for shape, size in product(SHAPES, SIZES):
+        axes = {"a": shape[1], "b": shape[0]}
+        priced = network("direct", axes, shape, shape[0], start=start).seconds("all_to_all", ("a", "b"), size)
+        schedule = schedules.direct_all_to_all(list(range(shape[0] * shape[1])), size)
+        ratio = priced / run(schedule, shape, shape[0], start)
+        assert 0.97 <= ratio <= 1.05, (shape, size, ratio)
 
 
 def test_rings_of_all_links_are_faster_than_one() -> None:
