@@ -425,9 +425,7 @@ def _curve(kind: str, algorithm: Algorithm, group: tuple[LevelSpan, ...]) -> Cur
 def _start_seconds(algorithm: Algorithm, group: tuple[LevelSpan, ...], phase: Phase) -> float:
     """Return the seconds in which a rank starts its messages but the first; those of two levels start side by side."""
     counts = zip(group, phase.messages or (0.0,) * len(group), strict=True)
-    return max(
-        max(0.0, count - 1) * by_link(algorithm.message_seconds, span.level.link, 0.0) for span, count in counts
-    )
+    return max(max(0.0, count - 1) * by_link(algorithm.message_seconds, span.level.link, 0.0) for span, count in counts)
 
 
 def _byte_rate(kind: str, algorithm: Algorithm, span: LevelSpan, phase: Phase) -> float:

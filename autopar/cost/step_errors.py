@@ -1,8 +1,9 @@
 """Errors of predicted step times, by kind of run: what measured runs took, of the times that were predicted for them.
 
 `cost_models/errors/runs.csv` has a line for each kind of runs that were measured. `python -m benchmarks.published
---write-errors` writes it from one half of the published runs, and judges it by the other half. A plan takes the line of
-its own kind. Where no run of this kind was measured it takes a line of more kinds, and its range is extrapolated.
+--write-errors` writes it from one half of the published runs, and judges it by the other half; runs on CPUs are few,
+and all count. A plan takes the line of its own kind. Where no run of this kind was measured it takes a line of more
+kinds, and its range is extrapolated.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ class RunKind:
     bits: str
 
     def wider(self) -> Iterator[RunKind]:
-        """Yield the kind, and those that leave out its device and its stages."""
+        """Yield the kind, and those that leave out its device and its stages; of a CPU its stages alone."""
         for bits in (self.bits, ANY):
             narrow = replace(self, bits=bits)
             yield narrow
             # Processes of a CPU differ from accelerators in more than their errors.
-            if self.device != CPU:
+            if self.device == CPU:
+                yield replace(narrow, stages=ANY)
+            else:
                 yield replace(narrow, device=ANY)
                 yield replace(narrow, device=ANY, stages=ANY)
 

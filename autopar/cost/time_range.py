@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.cost.compute.expected_flops import expected_flops
 from autopar.cost.evaluate import Costs, dtype_of_most
-from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.hardware.cluster import Cluster, cluster_names
 from autopar.cost.network import RING_PASS, Network
 from autopar.cost.step_errors import ANY, CPU, RunKind, StepErrors, errors_of
 from autopar.ir.graph import NamedGraph
@@ -75,7 +75,10 @@ def _beyond(
     """Yield what a plan has and none of the measured runs."""
     if errors.kind.device == ANY:
         yield f"is on {kind.device}"
-    if errors.kind.stages == ANY:
+    if kind.device == CPU and cluster.name in cluster_names():
+        yield "is on a machine that was not calibrated"
+    # Runs on CPUs have both kinds of stages.
+    if errors.kind.stages == ANY and kind.device != CPU:
         yield "has such stages"
     if errors.kind.bits == ANY:
         yield f"multiplies in {kind.bits} bits"

@@ -20,15 +20,15 @@ from typing import Any
 
 from autopar.cost.step_errors import read_errors, shipped_errors, write_errors
 from autopar.errors import AutoparError
-from benchmarks.published import attention, communication, products
-from benchmarks.published.errors import by_other_tables, errors_by_kind, held_back, kind_of
+from benchmarks.published import attention, communication, cpu_steps, products
+from benchmarks.published.errors import by_other_tables, errors_by_kind, held_back, kind_of, run_errors
 from benchmarks.published.price import price
 from benchmarks.published.priced import Priced, half_of
 from benchmarks.published.readers.rows import read_rows
 from benchmarks.published.tables import READERS, Judged, judge, reader_of
 from benchmarks.published.traces import expect, few_collections
 
-KNOWN = (*READERS, *communication.READERS, *products.READERS, *attention.READERS)
+KNOWN = (*READERS, *cpu_steps.READERS, *communication.READERS, *products.READERS, *attention.READERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--rows", action="store_true", help="print every run too")
     parser.add_argument(
-        "--write-errors", type=Path, metavar="FILE.csv", help="write the errors of one half of the runs, by kind of run"
+        "--write-errors",
+        type=Path,
+        metavar="FILE.csv",
+        help="write the errors of one half of the runs, and of all on CPUs, by kind of run",
     )
     parser.add_argument("--tables", dest="listed", action="store_true", help="list the tables that are known")
     given = parser.parse_args(arguments)
@@ -78,8 +81,10 @@ def _report(paths: Sequence[Path], errors_path: Path | None) -> dict[str, Any]:
                 expect(runs)
                 tables[path.stem] = [price(run) for run in runs]
     every = [one for priced in tables.values() for one in priced]
+    on_cpus = cpu_steps.cpu_errors(paths)
     if errors_path is not None:
-        write_errors(errors_path, errors_by_kind([one for one in every if half_of(one.run) == "fit"]))
+        fit = run_errors(one for one in every if half_of(one.run) == "fit")
+        write_errors(errors_path, errors_by_kind([*fit, *on_cpus]))
     known = shipped_errors() if errors_path is None else read_errors(errors_path)
     return {
         "runs": [
@@ -90,7 +95,9 @@ def _report(paths: Sequence[Path], errors_path: Path | None) -> dict[str, Any]:
             }
             for name, priced in tables.items()
         ],
-        "ranges": [asdict(one) for one in (*held_back(tables, known), *by_other_tables(tables))],
+        "ranges": [
+            asdict(one) for one in (*held_back(tables, known), *by_other_tables(tables), *cpu_steps.judge(on_cpus))
+        ],
         "collectives": [asdict(one) for one in communication.tables(paths)],
         "products": [asdict(one) for one in products.tables(paths)],
         "attention": [asdict(one) for one in attention.tables(paths)],

@@ -72,10 +72,19 @@ def test_more_devices_and_convolutions_are_extrapolated() -> None:
     assert found.extrapolated == ("has more than 8 devices", "has convolutions or recurrences")
 
 
-def test_processes_of_a_cpu_have_no_errors_of_accelerators() -> None:
-    plan = plan_on("dp=2", "local-cpu")
-    assert time_range(plan.graph, plan.decided, plan.cluster, plan.costs, shipped_errors()) is None
-    assert "range   not known: no measured run is on such a device" in plan.summary()
+def test_processes_of_a_cpu_have_errors_of_their_own() -> None:
+    plan = plan_on("dp=2", "local-cpu", precision=None)
+    found = plan.time_range
+    assert found is not None
+    assert found.errors.kind.text == "CPU, one node"
+    assert found.extrapolated == ("is on a machine that was not calibrated",)
+    calibrated = replace(plan.cluster, name="mine")
+    here = time_range(plan.graph, plan.decided, calibrated, plan.costs, shipped_errors())
+    assert here is not None
+    assert here.extrapolated == ()
+    accelerators = [one for one in shipped_errors() if one.kind.device != "CPU"]
+    assert time_range(plan.graph, plan.decided, plan.cluster, plan.costs, accelerators) is None
+    assert range_line(None) == "  range   not known: no measured run is on such a device"
 
 
 def test_a_plan_that_fills_the_memory() -> None:
