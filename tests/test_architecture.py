@@ -33,6 +33,7 @@ MOST_LINES_OF_FUNCTION = 60
 LATE_IMPORTS = {
     "__init__.py": "public names load when they are used",
     "cost/logarithmic_algorithms.py": "the help of the command line reads clusters and does without numpy",
+    "cost/placement.py": "the help of the command line reads clusters and does without numpy",
     "cli/": "torch takes seconds to import; help and errors do not wait for it",
     "mesh.py": "a mesh is checked before torch is loaded",
     "ir/precision.py": "a precision is checked before torch is loaded",

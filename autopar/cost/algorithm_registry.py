@@ -8,14 +8,14 @@ from types import MappingProxyType
 
 from autopar.cost import collective_algorithms as one_after_another
 from autopar.cost import logarithmic_algorithms as in_pairs
-from autopar.cost.collective_algorithms import AlgorithmPhases, rounds_of
+from autopar.cost.collective_algorithms import AlgorithmPhases
 
 # Each returns None where it cannot run.
 ALGORITHMS: Mapping[str, AlgorithmPhases] = MappingProxyType(
     {
         "ring": one_after_another.ring,
         "ring_and_slice": one_after_another.ring_and_slice,
-        "double_binary_tree": partial(one_after_another.tree, depth=rounds_of),
+        "double_binary_tree": one_after_another.double_binary_tree,
         "tree_of_chains": one_after_another.tree_of_chains,
         "exchange_of_chains": one_after_another.exchange_of_chains,
         "halving_doubling": in_pairs.halving_doubling,

@@ -25,7 +25,7 @@ on heterogeneous network hierarchy" (2019); NCCL's documentation for NVLS and SH
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2, prod
 from typing import TypeVar
@@ -230,11 +230,16 @@ def _tree_traffic(units: int) -> float:
     return min(2.0, units / 2)
 
 
-def tree(kind: str, group: Group, depth: Callable[[int], int]) -> CollectiveAlgorithm | None:
+def double_binary_tree(kind: str, group: Group) -> CollectiveAlgorithm | None:
+    """Return two binary trees over the units of each level, each with half of the data."""
+    return _tree(kind, group, [rounds_of(span.units) for span in group])
+
+
+def _tree(kind: str, group: Group, depths: Sequence[int]) -> CollectiveAlgorithm | None:
     *inner, outer = group
-    hops = (*(float(depth(span.units)) for span in inner), float(rounds_of(outer.units)))
+    hops = tuple(map(float, depths))
     if kind == "all_reduce":
-        # Inside units the trees are chains: both pass every rank except the ends, up and then down.
+        # Inside units both trees pass every rank except the ends, up and then down.
         traffic = (*(min(2.0, float(span.units - 1)) for span in inner), _tree_traffic(outer.units))
         return (Phase(tuple(2 * count for count in hops), traffic, pipelined=True),)
     if kind in ("broadcast", "reduce"):
@@ -243,14 +248,17 @@ def tree(kind: str, group: Group, depth: Callable[[int], int]) -> CollectiveAlgo
 
 
 def tree_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """Return NCCL's tree: a double binary tree over nodes, with a chain of ranks in each; on one node a chain."""
+    """Return NCCL's tree: a double binary tree over nodes, with a chain of ranks in each; on one node a chain.
+
+    The tree over nodes knows nothing of the switches above them.
+    """
     if len(group) == 1 and group[0].innermost:
         span = group[0]
         hops = float(span.units - 1)
         if kind == "all_reduce":
             return (Phase((2 * hops,), (min(2.0, hops),), pipelined=True),)
         return (Phase((hops,), (1.0,), pipelined=True),) if kind in ("broadcast", "reduce") else None
-    return tree(kind, group, lambda units: units - 1)
+    return _tree(kind, group, [span.units - 1 if span.innermost else rounds_of(span.units) for span in group])
 
 
 def exchange_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:

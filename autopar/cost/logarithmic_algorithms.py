@@ -265,10 +265,14 @@ def bruck(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 def pat(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Return NCCL's trees with parallel aggregation, of one rank per node: far ranks first, while there is little."""
-    if kind not in ("all_gather", "reduce_scatter") or len(group) > 1 or group[0].innermost:
+    if kind not in ("all_gather", "reduce_scatter") or group[0].innermost:
         return None
     p = ranks_of(group)
-    return (one_level(group, 0, rounds_of(p), (p - 1) / p),)
+    if len(group) == 1:
+        return (one_level(group, 0, rounds_of(p), (p - 1) / p),)
+    # A rank holds a piece of each rank at a multiple of twice the distance, and sends those that end inside the group.
+    distances = [1 << bit for bit in reversed(range(rounds_of(p)))]
+    return _shifts(group, ((distance, ((p - 1 - distance) // (2 * distance) + 1) / p) for distance in distances))
 
 
 def pairwise(kind: str, group: Group) -> CollectiveAlgorithm | None:

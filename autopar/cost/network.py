@@ -248,8 +248,8 @@ class Network:
     def group(self, axes: tuple[str, ...]) -> tuple[LevelSpan, ...]:
         """Return the links that a group of ranks along the axes spans, the innermost first."""
         spans: list[LevelSpan] = []
-        # Ranks in a unit of the level below: of the whole mesh, as many as fit, and in places that are taken.
-        active = room = placed = 1
+        # Ranks in a unit of the level below: as many as fit, and in places that are taken.
+        room = placed = 1
         for level, own, whole, ranks in zip(
             self.cluster.level,
             self._parts(axes),
@@ -259,9 +259,8 @@ class Network:
         ):
             if own.units > 1:
                 ports = self._wired_ports(level, axes, placed, ranks) if level.wires else level.ports
-                rate, lone = _rates(level, ports, own.ranks, active, room, whole.units)
+                rate, lone = _rates(level, ports, own, room, whole.units)
                 spans.append(LevelSpan(level, own.units, own.ranks, rate, lone, room == 1))
-            active *= whole.units
             room *= level.units or 1
             placed = ranks
         return tuple(spans)
@@ -272,7 +271,8 @@ class Network:
             return spread_of(self._sizes, axes, self._capacities)
         placed = self.placed_axes()
         units = [prod(placed[axis][i] for axis in axes) for i in range(len(self.cluster.level))]
-        return tuple(GroupPart(count, prod(units[:i])) for i, count in enumerate(units))
+        whole = [prod(counts[i] for counts in placed.values()) for i in range(len(units))]
+        return tuple(GroupPart(count, prod(units[:i]), prod(whole[:i])) for i, count in enumerate(units))
 
     def _units(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(part.units for part in self._parts(axes))
@@ -376,12 +376,13 @@ def _alone(cluster: Cluster, units: tuple[int, ...], groups: int) -> Network:
     return Network(cluster, SubMesh({"groups": groups, **sizes}), links)
 
 
-def _rates(level: TopologyLevel, ports: int, members: int, active: int, room: int, units: int) -> tuple[float, float]:
-    """Return bytes per second that the `members` of a group in one unit send over a level, and that one sends alone.
+def _rates(level: TopologyLevel, ports: int, part: GroupPart, room: int, units: int) -> tuple[float, float]:
+    """Return bytes per second that the ranks of a group in one unit send over a level, and that one sends alone.
 
     All `active` ranks of the unit send at once, in several groups. Each of the `room` ranks that fit into the unit has
     an equal part of its ports, at least one.
     """
+    members, active = part.ranks, part.active
     groups = max(1, ceil(active / members))
     own = max(1.0, ports / room)
     rate = level.rate_bytes_per_second

@@ -12,9 +12,10 @@ from functools import lru_cache
 from itertools import accumulate
 from math import inf, prod
 from operator import mul
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["GroupPart", "free_places", "ranks_of", "ranks_per_unit", "spread_of", "straddling"]
 
@@ -91,8 +92,9 @@ class GroupPart(NamedTuple):
 
     # Units of the level below that one unit of the level joins, in the largest part of the group.
     units: int
-    # Ranks in a unit of the level below, in the smallest part of the group.
+    # Ranks of its smallest part, in a unit of the level below, and of the whole mesh there.
     ranks: int
+    active: int
 
 
 @lru_cache(maxsize=4096)
@@ -105,39 +107,54 @@ def spread_of(sizes: Sizes, axes: tuple[str, ...], capacities: Capacities) -> tu
     filled = ranks_per_unit(sizes, capacities)
     if _are_alike(sizes, filled):
         every = every[:1]
+    everyone = prod(size for _, size in sizes)
     columns: list[np.ndarray] = []
-    below = _Stretches(every)
+    below, room = _Stretches(every), 1
     for ranks in filled:
         above = _Stretches(every // ranks)
-        columns += [-below.fewest(), above.most_of(below)]
-        below = above
-    # The outermost level counts first.
+        columns += [*below.smallest(room, everyone), above.most_of(below)]
+        below, room = above, ranks
+    # The outermost level counts first. Smaller parts with more ranks beside them are slower.
     worst = max(zip(*(column.tolist() for column in reversed(columns)), strict=True))[::-1]
-    return tuple(GroupPart(units, -ranks) for ranks, units in zip(worst[::2], worst[1::2], strict=True))
+    parts = zip(worst[::3], worst[1::3], worst[2::3], strict=True)
+    return tuple(GroupPart(units, -ranks, active) for active, ranks, units in parts)
 
 
 class _Stretches:
     """Neighbouring ranks of groups that lie in the same unit of a level, group by group."""
 
     def __init__(self, units: np.ndarray) -> None:
+        import numpy as np  # late: the help of the command line reads clusters and needs no numpy
+
         self.begins = np.ones(units.shape, dtype=bool)
         self.begins[:, 1:] = np.diff(units, axis=1) != 0
         self.places = np.flatnonzero(self.begins)
+        self.units = units.ravel()[self.places]
         # The first stretch of each group.
         self.firsts = np.flatnonzero(self.places % units.shape[1] == 0)
 
-    def fewest(self) -> np.ndarray:
-        """Return the fewest ranks of each group in a unit."""
-        return np.minimum.reduceat(np.diff(np.append(self.places, self.begins.size)), self.firsts)
+    def smallest(self, room: int, everyone: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the smallest part of each group: how many of all ranks are in its unit, and its own, below zero."""
+        import numpy as np  # late: the help of the command line reads clusters and needs no numpy
+
+        own = np.diff(np.append(self.places, self.begins.size))
+        active = np.minimum(room, everyone - self.units * room)
+        key = np.minimum.reduceat(own * (everyone + 1) - active, self.firsts)
+        fewest = -(-key // (everyone + 1))
+        return fewest * (everyone + 1) - key, -fewest
 
     def most_of(self, below: _Stretches) -> np.ndarray:
         """Return the most units of the level below that each group has in one unit."""
+        import numpy as np  # late: the help of the command line reads clusters and needs no numpy
+
         counts = np.add.reduceat(below.begins.ravel().astype(np.int64), self.places)
         return np.maximum.reduceat(counts, self.firsts)
 
 
 def _groups(sizes: Sizes, axes: tuple[str, ...]) -> np.ndarray:
     """Return the ranks of each group along some axes, in rows and in order; the first row has rank 0."""
+    import numpy as np  # late: the help of the command line reads clusters and needs no numpy
+
     names = [name for name, _ in sizes]
     along = sorted(names.index(axis) for axis in axes)
     others = [place for place in range(len(names)) if place not in along]

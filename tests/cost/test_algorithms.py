@@ -108,6 +108,8 @@ def test_formulas_of_hierarchies() -> None:
     assert totals("nvls_tree", "all_reduce", (8, 4)) == ([1.0, 4.0], [1 + 1 / 8, 2.0])
     assert totals("sharp", "all_reduce", (8, 4)) == ([1.0, 2.0], [1 + 1 / 8, 1.0])
     assert totals("tree_of_chains", "all_reduce", (8, 4)) == ([14, 4], [2.0, 2.0])
+    # Chains are within nodes; 16 nodes of a pod, and 4 pods, have trees.
+    assert totals("tree_of_chains", "all_reduce", (8, 16, 4)) == ([14, 8, 4], [2.0, 2.0, 2.0])
     assert totals("exchange_of_chains", "all_reduce", (8, 2)) == ([14, 2], [2.0, 1.0])
     assert totals("nvls_exchange", "all_reduce", (8, 2)) == ([1.0, 2.0], [1 + 1 / 8, 1.0])
     # One rank of each node: nothing is a chain.

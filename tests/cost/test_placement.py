@@ -20,7 +20,7 @@ from examples.mlp import mlp
 
 def counted(
     sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], capacities: tuple[int | None, ...]
-) -> tuple[tuple[int, int], ...]:
+) -> tuple[tuple[int, int, int], ...]:
     """Units and fewest ranks of the most spread group, by counting them rank by rank."""
     names = [name for name, _ in sizes]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -30,12 +30,13 @@ def counted(
     for ranks in groups.values():
         counts, below = [], 1
         for unit in ranks_per_unit(sizes, capacities):
-            fewest = min(Counter(rank // below for rank in ranks).values())
+            active = Counter(rank // below for rank in range(prod(size for _, size in sizes)))
+            fewest = min((own, -active[at]) for at, own in Counter(rank // below for rank in ranks).items())
             parts = {rank // below: rank // unit for rank in ranks}
-            counts.append((max(Counter(parts.values()).values()), -fewest))
+            counts.append((max(Counter(parts.values()).values()), -fewest[0], -fewest[1]))
             below = unit
         every.append(tuple(reversed(counts)))
-    return tuple((units, -fewest) for units, fewest in reversed(max(every)))
+    return tuple((units, -fewest, active) for units, fewest, active in reversed(max(every)))
 
 
 def test_the_most_spread_group_is_that_of_a_count_of_all_ranks() -> None:

@@ -162,6 +162,25 @@ def test_pat_of_one_rank_per_node(kind: str, p: int) -> None:
         assert 0.97 <= priced.seconds(kind, ("a",), size) / simulated <= 1.05
 
 
+@pytest.mark.parametrize("nics", [1, 4])
+@pytest.mark.parametrize("shape", [(4, 4), (8, 2), (8, 4), (16, 2)], ids=str)
+def test_pat_of_nodes_in_pods(shape: tuple[int, int], nics: int) -> None:
+    """The nodes of a pod are neighbours: those at its end send to the next pod in each round."""
+    (nodes, pods), lone = shape, 1 / SLOW.seconds_per_byte
+    fast, slow = (TopologyLevel(name, name, 1, 1.0) for name in ("fast", "slow"))
+    group = (
+        LevelSpan(fast, nodes, 1, 1 / FAST.seconds_per_byte, 1 / FAST.seconds_per_byte, innermost=False),
+        LevelSpan(slow, pods, nodes, nics * lone, lone, innermost=False),
+    )
+    phases = ALGORITHMS["pat"]("all_gather", group) or ()
+    waits = sum(phase.hops[0] * FAST.seconds + phase.hops[1] * SLOW.seconds for phase in phases)
+    for size in SIZES:
+        schedule = schedules.pat_all_gather(list(range(nodes * pods)), size)
+        simulated = simulate(Wires(FAST, SLOW, nodes, nics), schedule)
+        sent = [max(share / span.rate for share, span in zip(one.traffic, group, strict=True)) for one in phases]
+        assert 0.99 <= (waits + size * sum(sent)) / simulated <= (1.01 if size == SIZES[-1] else 1.2), size
+
+
 # -- two levels --------------------------------------------------------------------------------------------------------
 
 TwoLevels = Callable[[Shape, float], Schedule]
