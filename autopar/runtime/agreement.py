@@ -235,6 +235,14 @@ class Agreement:
         all_gather_single(everyone, mine, group=self.group)
         return everyone.view(self.size, len(own)).tolist()
 
+    def all_true(self, own: bool) -> bool:
+        """Return whether all ranks say yes."""
+        return all(row[0] for row in self.numbers(int(own)))
+
+    def all_same(self, own: str) -> bool:
+        """Return whether all ranks have the same text."""
+        return len({row[0] for row in self.numbers(digest(own))}) == 1
+
     def _gather(self, own: Result) -> dict[int, Result]:
         if self.group is None:
             return {0: own}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,14 @@ from autopar.runtime.agreement import Agreement, PendingCheck, graph_facts
 from autopar.runtime.call_outputs import with_plain
 from autopar.runtime.call_planner import Planner
 from autopar.runtime.called_module import CalledModule, check_part, part_of, with_whole
-from autopar.runtime.check_inputs import PlacementsError, check_devices, check_values, held_shards, is_sharded
+from autopar.runtime.check_inputs import (
+    PlacementsError,
+    check_devices,
+    check_inputs,
+    check_values,
+    held_shards,
+    is_sharded,
+)
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
 from autopar.runtime.first_rank import FirstRank
 from autopar.runtime.garbage import collected_later
@@ -36,6 +44,7 @@ from autopar.runtime.kept_calls import KeptCalls, SizeOptions
 from autopar.runtime.module_shell import ClosedModule
 from autopar.runtime.random_keys import RandomKeys, kept_generators
 from autopar.runtime.shards import ShardOwner
+from autopar.runtime.size_lines import SizeLines, without_values
 from autopar.runtime.sync.replica_group import ReplicaSetting
 from autopar.runtime.torch_wrappers import check_not_captured
 from autopar.runtime.weights import Weights
@@ -166,7 +175,7 @@ class CallCache:
         def trace_whole() -> NamedGraph:
             given = self._given(flat, "")
             with kept_generators(self.device):
-                return self._graph(given, None, self.kept.exports(given)[1])
+                return self._graph(given, None, self.kept.family(given).whole)
 
         return self.batch.cut(flat, trace_whole)
 
@@ -319,6 +328,59 @@ class CallCache:
         return self._plan(found), found
 
     def _plan(self, given: CallSignature) -> CompiledCall:
+        """Make a compiled call, from those of other sizes if that is possible; keep it."""
+        lines = self.kept.family(given).lines
+        plan = self._of_other_sizes(given, lines)
+        if plan is None:
+            plan = self._emitted(given, lines)
+            self._look_ahead(given, plan, lines)
+            if not given.part:
+                self.whole_graph = plan.graph
+        plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
+        self.kept.keep(given, plan)
+        self.latest = plan
+        return plan
+
+    def _of_other_sizes(self, given: CallSignature, lines: SizeLines) -> CompiledCall | None:
+        """Return the call by the emitted graph of another size, if all ranks have one."""
+        found = lines.find(given)
+        if not self.agreement.all_true(found is not None):
+            return None
+        assert found is not None, "all ranks have found it"
+        lines.served += 1
+        call, parts = found
+        rows = self.options.local_inputs
+        self.agreement.together(lambda: check_inputs(given, parts.inputs, self.rank, rows))
+        if rows or is_sharded(given):
+            check_values(given, parts.inputs, self.agreement, self.rank, rows)
+        return call.at_sizes(parts, partial(self._graph_again, without_values(given)))
+
+    def _graph_again(self, given: CallSignature) -> NamedGraph:
+        """Return the named graph of a call that shares an emitted graph; this rank alone makes it."""
+        planner = self.called[given.part].planner
+        with kept_generators(self.device):
+            graph = self._trace(given)
+            found = planner.decide(graph)
+            return planner.read(graph, found)[0] if isinstance(found, str) else graph
+
+    def _look_ahead(self, given: CallSignature, plan: CompiledCall, lines: SizeLines) -> None:
+        """Emit calls of larger sizes too, so that the sizes up to them need no emission."""
+        if self.compiler is None and self.replica is None:
+            ahead = lines.ahead(given, plan)
+            # A rank that has forgotten its calls has nothing to compare with.
+            if self.agreement.all_true(bool(ahead)) and self.agreement.all_same(
+                "; ".join(str(one.key[0]) for one in ahead)
+            ):
+                try:
+                    others = [(one, self._emitted(one, lines)) for one in ahead]
+                except AutoparError:
+                    # As of a limit on memory, raised on all ranks; nobody has asked for these sizes.
+                    others = []
+                found = lines.learn(given, plan, others)
+                lines.keep(found if self.agreement.all_true(found is not None) else None)
+            lines.sample(given, plan)
+
+    def _emitted(self, given: CallSignature, lines: SizeLines) -> CompiledCall:
         """Trace, plan and emit a call; a phase that fails on one rank raises on all."""
         agreement, planner = self.agreement, self.called[given.part].planner
         traced = agreement.together(lambda: self._trace(given))
@@ -342,7 +404,7 @@ class CallCache:
             lambda: self._emit(planner, graph, assignment, local, with_ends=agreement.size > 1)
         )
         # Ranks with an empty shard may have other ends. Without ends all ranks send the same.
-        if len({row[0] for row in agreement.numbers(digest(emitted.ends.outline))}) > 1:
+        if not agreement.all_same(emitted.ends.outline):
             emitted = agreement.together(lambda: self._emit(planner, graph, assignment, local, with_ends=False))
         if not self.weights.shells:
             self.weights.build(held, self.first_rank)
@@ -350,11 +412,7 @@ class CallCache:
         plan = CompiledCall(*made, self.synchronisation, self.options.offload_states)
         if self.compiler is not None:
             plan.compile_layers(self.compiler)
-        plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
-        self.kept.keep(given, plan)
-        self.latest = plan
-        if not given.part:
-            self.whole_graph = graph
+        lines.emitted += 1
         return plan
 
     def _emit(
@@ -400,12 +458,12 @@ class CallCache:
                 "wrong kinds of inputs: expected DTensors alone or none, got both, or DTensors with local_inputs=True\n"
                 "fix: give all tensors as DTensors, or none; DTensors need no local_inputs=True"
             )
-        exports, whole = self.kept.exports(given)
-        graph = self._graph(given, None, exports)
+        family = self.kept.family(given)
+        graph = self._graph(given, None, family.exports)
         # The first trace names the dims of the shards; the layout then gives the global shapes of a second trace.
         if rows:
             shapes = self.called[given.part].planner.whole_shapes(graph)
-            graph = self._graph(given, shapes, whole)
+            graph = self._graph(given, shapes, family.whole)
         return graph
 
     def _graph(

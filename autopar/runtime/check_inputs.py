@@ -57,6 +57,12 @@ def held_shards(
                 f"the first call, got {held[name].place_text}\nfix: name its dims with dims=, so that all calls "
                 "agree on them; in a pipeline name the cuts, as in 'cut pp before @blocks.2'"
             )
+    check_inputs(given, held, rank, local_inputs)
+    return held
+
+
+def check_inputs(given: CallSignature, held: Mapping[str, LocalShard], rank: ShardOwner, local_inputs: bool) -> None:
+    """Raise if the inputs are not the shards that the call takes."""
     for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
         place = held[path]
         if isinstance(tensor, DTensor):
@@ -73,7 +79,6 @@ def held_shards(
                 "fix: give every rank a shard of the same shape, as the layout splits the input; without "
                 "local_inputs=True every rank gives the whole input"
             )
-    return held
 
 
 def check_values(

@@ -6,14 +6,12 @@ The call reads the local tensors of all parameters and returns DTensors of their
 from __future__ import annotations
 
 import inspect
-import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,11 +25,11 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Constant, Flattened, Items, Mapped, Node, Original, Shared, TensorLeaf, unflatten
 from autopar.lowering.collectives.checksum import digest, kind_of
 from autopar.lowering.emitted import Emitted
-from autopar.lowering.modules.bucket import GradientSync, waited
+from autopar.lowering.modules.bucket import GradientSync
 from autopar.lowering.passes.compile_layers import compile_layers
 from autopar.runtime.activity import Activity, activity_of
 from autopar.runtime.call_outputs import ShardedOutput, averaged
-from autopar.runtime.local_step import step_locally
+from autopar.runtime.local_parameters import LocalParameters
 from autopar.runtime.module_shell import owner_of
 from autopar.runtime.shards import LocalShard, ShardOwner, number_of_shards
 from autopar.sharding.assignment import Assignment
@@ -157,6 +155,18 @@ class CallResults:
     compute_dtype: torch.dtype | None
 
 
+@dataclass(frozen=True)
+class SizedParts:
+    """Parts of a compiled call that may depend on the sizes of its inputs."""
+
+    emitted: Emitted
+    handed: tuple[LocalShard | None, ...]
+    shares: tuple[int | float, ...]
+    inputs: Mapping[str, LocalShard]
+    # Of the export: they are compared alone.
+    tables: tuple[Any, ...]
+
+
 class CompiledCall:
     """Emitted graph of one call signature, with all that is looked up once instead of at each call."""
 
@@ -176,7 +186,9 @@ class CompiledCall:
         graph, rank = marked_for(graph, assignment.axes), rank.on(assignment)
         exported = graph.exported
         self.structure = given.structure
-        self.graph = graph
+        self._graph: NamedGraph | None = graph
+        self._make_graph: Callable[[], NamedGraph] | None = None
+        self.model, self.exported = graph.model, exported
         self.assignment = assignment
         self.emitted = emitted
         self.graph_module = emitted.graph_module
@@ -194,6 +206,7 @@ class CompiledCall:
         self.others = tuple((place, p) for place, p in numbered if p.kind != "param")
         self.shards_of = LocalParameters(synchronisation.finish, synchronisation.note_write, offload_states)
         self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
+        self.input_dims = {name: graph.tensors[name].dims for name in self.inputs}
         # Set by the cache, from the facts of the signature.
         self.digest = 0
         places = emitted.results if results.outputs == "sharded" else ()
@@ -210,6 +223,30 @@ class CompiledCall:
             )
         # Number of shards of each result; of unequal ones, of how many like this rank's the whole is made.
         self.shares = tuple(1 if place is None else number_of_shards(graph, *place, rank) for place in emitted.results)
+
+    @property
+    def graph(self) -> NamedGraph:
+        """Return the named graph of this call; a call that was emitted at other sizes makes it when it is asked for."""
+        if self._graph is None:
+            assert self._make_graph is not None, "a call has a graph, or makes it"
+            self._graph = marked_for(self._make_graph(), self.assignment.axes)
+        return self._graph
+
+    @property
+    def sized(self) -> SizedParts:
+        """Return the parts of this call that depend on the sizes of its inputs."""
+        tables = self.exported.constants, self.exported.mutations, self.exported.output_tree, self.input_dims
+        return SizedParts(
+            self.emitted, self.handed, self.shares, {name: self.held[name] for name in self.inputs}, tables
+        )
+
+    def at_sizes(self, parts: SizedParts, make_graph: Callable[[], NamedGraph]) -> CompiledCall:
+        """Return the call of other sizes, with these parts; all else is shared."""
+        made = copy(self)
+        made._graph, made._make_graph = None, make_graph
+        made.emitted, made.graph_module = parts.emitted, parts.emitted.graph_module
+        made.handed, made.shares, made.held = parts.handed, parts.shares, {**self.held, **parts.inputs}
+        return made
 
     def compile_layers(self, compiled: Callable[[nn.Module], nn.Module]) -> int:
         """Compile each kind of repeated layer; return the number of layers that run compiled."""
@@ -234,7 +271,7 @@ class CompiledCall:
                 if self.results.compute_dtype is not None and value.is_floating_point():
                     value = value.to(self.results.compute_dtype)
             elif placeholder.kind == "constant":
-                value = self.graph.exported.constants[placeholder.name]
+                value = self.exported.constants[placeholder.name]
             else:
                 assert table is not None, placeholder
                 value = table[placeholder.name.rpartition(".")[2]]
@@ -244,7 +281,7 @@ class CompiledCall:
         if compiled:
             # CUDA graphs copy every input at each call, unless its address is marked as static. No guard: a graph is
             # recorded again if an address changes.
-            for place, placeholder in enumerate(self.graph.exported.placeholders):
+            for place, placeholder in enumerate(self.exported.placeholders):
                 if placeholder.kind != "input" and placeholder.name not in self.mutated:
                     torch._dynamo.mark_static_address(values[place], guard=False)
         return values
@@ -253,14 +290,14 @@ class CompiledCall:
         plain = {name: tensor for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}
         buffers = {
             p.name: table[p.name.rpartition(".")[2]]
-            for p, table in zip(self.graph.exported.placeholders, self.places, strict=True)
+            for p, table in zip(self.exported.placeholders, self.places, strict=True)
             if p.kind == "buffer" and table is not None
         }
-        check_overlaps(type(self.graph.model).__name__, self.changed, plain, buffers)
+        check_overlaps(type(self.model).__name__, self.changed, plain, buffers)
 
     def finish(self, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
         """Copy mutated values into their tensors, and return the model's result."""
-        exported = self.graph.exported
+        exported = self.exported
         if exported.mutations:
             self._write_back(given, outputs)
         flat = given.flat
@@ -275,7 +312,7 @@ class CompiledCall:
         return result
 
     def _write_back(self, given: CallSignature, outputs: tuple[Any, ...]) -> None:
-        exported = self.graph.exported
+        exported = self.exported
         inputs = dict(zip(self.inputs, given.tensors, strict=True))
         targets = {p.name: place for p, place in zip(exported.placeholders, self.places, strict=True)}
         for mutation in exported.mutations:
@@ -298,141 +335,3 @@ def _place(module: nn.Module, kind: str, name: str) -> dict[str, Any] | None:
         return None
     owner, _ = owner_of(module, name)
     return owner._parameters if kind == "param" else owner._buffers
-
-
-# -- local parameters --------------------------------------------------------------------------------------------------
-
-
-class LocalParameters:
-    """Convert all parameters to their shards; their gradients become DTensors of the same placements.
-
-    `DTensor.to_local` does this for one tensor. A model has hundreds of them, which is most of the overhead of a small
-    step, so one autograd function converts all of them at once. A gradient that autograd would only store in `.grad` is
-    stored there directly: autograd detaches it first, which takes longer for a DTensor than everything else. Gradients
-    that a hook or `torch.autograd.grad` reads, or that are added to an existing `.grad`, go through autograd.
-
-    `finish` waits for gradients that are still being reduced; `written` runs after parameters were written to.
-    """
-
-    def __init__(self, finish: Callable[[], None], written: Callable[[], None], offload_states: bool = False) -> None:
-        self._finish = finish
-        self._offload_states = offload_states
-        self._written = written
-        self._versions: list[int] | None = []
-        # Specs of the parameters, and copies for their gradients: ops on a DTensor may change its spec.
-        self._own: list[Any] = []
-        self._copies: list[Any] = []
-        # Those of the previous call. The function saves no tensor, so all calls share one autograd node.
-        self._given: list[Tensor] = []
-        self._shards: tuple[Tensor, ...] = ()
-        self._compiled = False
-
-    def __call__(self, parameters: Sequence[DTensor], compiled: bool) -> tuple[Tensor, ...]:
-        # An optimizer step or a load changes versions; then gathered copies are stale.
-        versions = _versions(parameters)
-        if versions is None or versions != self._versions:
-            self._versions = versions
-            self._written()
-        if not torch.is_grad_enabled() or not any(map(_requires_grad, parameters)):
-            return tuple(parameter.to_local() for parameter in parameters)
-        given = [*parameters, *map(_local, parameters)]
-        if compiled != self._compiled or not _same(given, self._given):
-            own = [parameter._spec for parameter in parameters]
-            if not _same(own, self._own):
-                self._own, self._copies = own, [copy(spec) for spec in own]
-            step_locally(parameters, self._offload_states)
-            self._given, self._compiled = given, compiled
-            self._shards = _Locals.apply(self._finish, compiled, self._copies, *parameters)  # type: ignore[no-untyped-call]
-        return self._shards
-
-
-# C functions: they run on all parameters at every call.
-_requires_grad, _local, _version = map(attrgetter, ("requires_grad", "_local_tensor", "_version"))
-
-
-def _versions(parameters: Sequence[DTensor]) -> list[int] | None:
-    """Return autograd's version counters; None for inference tensors, which have none."""
-    try:
-        return list(map(_version, parameters))
-    except RuntimeError:
-        return None
-
-
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-class _Locals(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, finish: Callable[[], None], compiled: bool, specs: list[Any], *parameters: DTensor
-    ) -> tuple[Tensor, ...]:
-        # A parameter without a gradient must stay so: optimizers treat zeros otherwise than None.
-        ctx.set_materialize_grads(False)
-        ctx.finish, ctx.compiled = finish, compiled
-        ctx.specs, ctx.parameters, ctx.nodes = specs, parameters, None
-        shards = tuple([parameter._local_tensor.detach() for parameter in parameters])
-        frozen = [shard for shard, each in zip(shards, parameters, strict=True) if not each.requires_grad]
-        if frozen:
-            ctx.mark_non_differentiable(*frozen)
-        return shards
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.finish()
-        if ctx.compiled:
-            _waited(gradients)
-        if torch.is_grad_enabled():  # create_graph=True: gradients need a history
-            pairs = zip(gradients, ctx.specs, strict=True)
-            return (None, None, None, *(None if each is None else _differentiable(each, spec) for each, spec in pairs))
-        if ctx.nodes is None:
-            ctx.nodes = [node for node, _ in ctx.next_functions]
-        left: list[Tensor | None] = []
-        seen: set[int] = set()
-        for node, parameter, spec, gradient in zip(ctx.nodes, ctx.parameters, ctx.specs, gradients, strict=True):
-            wrapped = None
-            if gradient is not None:
-                # A sum of two parameters gives both one gradient, and later gradients are added to each in place.
-                if id(gradient) in seen:
-                    gradient = gradient.clone()
-                seen.add(id(gradient))
-                # `__new__` alone, as `DTensor.__init__` does nothing and takes time.
-                wrapped = DTensor.__new__(DTensor, gradient.contiguous(), spec, requires_grad=False)
-                if _only_put(parameter, node):
-                    parameter.grad, wrapped = wrapped, None
-            left.append(wrapped)
-        return (None, None, None, *left)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _waited(gradients: Sequence[Tensor | None]) -> None:
-    """Wait for the gradients that a compiled graph has begun to reduce."""
-    waited(gradients)
-
-
-def _only_put(parameter: DTensor, node: Any) -> bool:
-    """Return whether autograd would only store the gradient of a parameter in `.grad`."""
-    return (
-        parameter.grad is None
-        and parameter.requires_grad
-        and not parameter._backward_hooks
-        and not parameter._post_accumulate_grad_hooks
-        and parameter._local_tensor.is_cpu  # on other devices autograd synchronises streams
-        and not torch.compiler.is_compiling()
-        and _will_be_put(node)
-    )
-
-
-def _will_be_put(node: Any) -> bool:
-    """Return whether this backward stores the gradient of a parameter in `.grad`."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # raised within `torch.autograd.grad`, which returns the gradient to its caller
-        return False
-
-
-def _differentiable(gradient: Tensor, spec: Any) -> Tensor:
-    meta = spec.tensor_meta
-    return DTensor.from_local(
-        gradient, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
-    )

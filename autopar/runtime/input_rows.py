@@ -23,7 +23,7 @@ def batch_shard(call: CompiledCall, batch: str) -> tuple[int, int]:
     found = {
         name: _part(call.held[name], dims.index(batch))
         for name in call.inputs
-        if batch in (dims := call.graph.tensors[name].dims)
+        if batch in (dims := call.input_dims[name])
     }
     if not found:
         raise AutoparError(
@@ -44,7 +44,7 @@ def from_rows(call: CompiledCall, batch: str, rows: Mapping[str, Tensor]) -> dic
             raise AutoparError(
                 f"the module has no input {name}{did_you_mean(name, call.inputs)}\nfix: its inputs are {known}"
             )
-    return {name: _whole(call.held[name], call.graph.tensors[name].dims, batch, x) for name, x in rows.items()}
+    return {name: _whole(call.held[name], call.input_dims[name], batch, x) for name, x in rows.items()}
 
 
 def _whole(place: LocalShard, dims: tuple[str, ...], batch: str, rows: Tensor) -> DTensor:

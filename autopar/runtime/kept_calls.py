@@ -1,4 +1,4 @@
-"""Compiled calls that a parallel module keeps: the latest used, and the exports that calls of other sizes share."""
+"""Compiled calls that a parallel module keeps: the latest used, and all that calls of other sizes share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from autopar.errors import AutoparError
 from autopar.ir.pytree import Mapped
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
+from autopar.runtime.size_lines import SizeLines
 from autopar.tracing.sized_exports import SizedExports
 
 __all__ = ["KeptCalls", "SizeOptions"]
@@ -31,13 +32,27 @@ class SizeOptions:
             )
 
 
+@dataclass(frozen=True)
+class CallFamily:
+    """Shared by calls that differ in sizes alone: exports of the given inputs and of whole ones, and emitted graphs."""
+
+    exports: SizedExports
+    whole: SizedExports
+    lines: SizeLines
+
+    @classmethod
+    def of(cls, dynamic: bool | None) -> CallFamily:
+        exports, whole = SizedExports(dynamic), SizedExports(dynamic)
+        return cls(exports, whole, SizeLines(exports, whole))
+
+
 class KeptCalls:
     """Compiled calls by call signature; beyond the most that are kept, the one that was not used longest goes."""
 
     def __init__(self, options: SizeOptions) -> None:
         self.options = options
         self._calls = _LatestUsed[CompiledCall](options.most_calls)
-        self._exports = _LatestUsed[tuple[SizedExports, SizedExports]](options.most_calls)
+        self._families = _LatestUsed[CallFamily](options.most_calls)
 
     def find(self, given: CallSignature) -> CompiledCall | None:
         return self._calls.find(given.key, given.structure)
@@ -45,18 +60,23 @@ class KeptCalls:
     def keep(self, given: CallSignature, call: CompiledCall) -> None:
         self._calls.keep(given.key, given.structure, call)
 
-    def exports(self, given: CallSignature) -> tuple[SizedExports, SizedExports]:
-        """Return the exports of calls that differ from this one in sizes alone: of given inputs, and of whole ones."""
-        found = self._exports.find(given.key_without_sizes, given.structure)
+    def family(self, given: CallSignature) -> CallFamily:
+        """Return what this call shares with calls that differ from it in sizes alone."""
+        found = self._families.find(given.key_without_sizes, given.structure)
         if found is None:
-            found = SizedExports(self.options.dynamic), SizedExports(self.options.dynamic)
-            self._exports.keep(given.key_without_sizes, given.structure, found)
+            found = CallFamily.of(self.options.dynamic)
+            self._families.keep(given.key_without_sizes, given.structure, found)
         return found
 
     @property
     def traces(self) -> int:
         """Return the number of whole traces; other calls came from captures with symbolic sizes."""
-        return sum(exports.traces for pair in self._exports for exports in pair)
+        return sum(family.exports.traces + family.whole.traces for family in self._families)
+
+    @property
+    def emitted(self) -> int:
+        """Return the number of emitted graphs; other calls share the code of those at other sizes."""
+        return sum(family.lines.emitted for family in self._families)
 
     def __iter__(self) -> Iterator[CompiledCall]:
         return iter(self._calls)

@@ -52,9 +52,9 @@ class SizedExports:
         """Return the export of a call, as `export` does."""
         owner = type(model).__name__
         flat = flatten_arguments(bind(signature_of(model), owner, inputs), owner)
-        for made in self.captures:
-            if made.serves(flat):
-                return made.at(model, flat)
+        serving = self.serving(flat)
+        if serving is not None:
+            return serving.at(model, flat)
         sizes: Sizes = tuple(tuple(tensor.shape) for tensor in flat.tensors)
         if not self._may_capture(flat):
             return self._trace(model, inputs)
@@ -72,6 +72,10 @@ class SizedExports:
             while len(self._traced) > MOST_CAPTURES:
                 del self._traced[next(iter(self._traced))]
         return found
+
+    def serving(self, flat: Flattened) -> SymbolicExport | None:
+        """Return the capture that serves a call with these inputs, if there is one."""
+        return next((made for made in self.captures if made.serves(flat)), None)
 
     def _trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exported:
         self.traces += 1

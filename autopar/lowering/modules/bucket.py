@@ -19,6 +19,7 @@ from autopar.lowering.collectives.checksum import quick_checksum
 from autopar.lowering.collectives.level_groups import LevelChain, LevelGroups, sum_by_level
 from autopar.lowering.collectives.local_reshard import LocalReshard, send, send_all
 from autopar.lowering.collectives.local_steps import LocalStep, finish, keep_local, prepare
+from autopar.lowering.modules.run_state import RUN_STATE
 from autopar.sharding.reshard.reshard import StepKind
 
 # -- custom ops --------------------------------------------------------------------------------------------------------
@@ -273,13 +274,13 @@ class BucketState:
     has_start: bool = True
     # Next bucket of the backward, if it is regathered too.
     before: BucketState | None = None
-    unsent: list[Tensor | None] = field(default_factory=list)
+    unsent: list[Tensor | None] = field(default_factory=list, metadata=RUN_STATE)
     # Buffer of the sums; gradients are views of it.
-    buffer: Tensor | None = None
-    lasting: KeptGathered | None = None
-    again: Regathered | None = None
+    buffer: Tensor | None = field(default=None, metadata=RUN_STATE)
+    lasting: KeptGathered | None = field(default=None, metadata=RUN_STATE)
+    again: Regathered | None = field(default=None, metadata=RUN_STATE)
     # Inputs and outputs of the previous call, at the end of a bucket without work in the forward.
-    ended: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+    ended: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = field(default=None, metadata=RUN_STATE)
 
     def free_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the buffer of the previous step, unless a gradient still uses it."""

@@ -31,6 +31,7 @@ from autopar.lowering.collectives.level_groups import LevelChain
 from autopar.lowering.collectives.local_steps import finish
 from autopar.lowering.modules.bucket import BucketState, begin_steps, locally, waited
 from autopar.lowering.modules.bucket_ends import with_unsent
+from autopar.lowering.modules.run_state import RUN_STATE
 from autopar.sharding.schedules import StageTask
 
 __all__ = ["BucketPass", "ClosingBucket", "LoopBucket", "LoopBuckets", "with_arrivals"]
@@ -45,7 +46,7 @@ class LoopBucket:
     places: tuple[int, ...]
     notes: tuple[str, ...] = ()
     # Leaves without a value yet, their stored tensors, and the pieces that are on their way.
-    _coming: tuple[list[Tensor], Sequence[Tensor], Sequence[Tensor]] | None = None
+    _coming: tuple[list[Tensor], Sequence[Tensor], Sequence[Tensor]] | None = field(default=None, metadata=RUN_STATE)
 
     @property
     def gathers(self) -> bool:

@@ -52,6 +52,8 @@ class SymbolicExport:
     # For each symbol an input and a dim of it that has this size.
     sources: Mapping[Symbol, tuple[int, int]]
     mode: FakeTensorMode
+    # Shape of each input, with symbols.
+    shapes: tuple[torch.Size, ...]
 
     def serves(self, flat: Flattened) -> bool:
         """Return whether the sizes of these inputs fulfil the guards."""
@@ -59,6 +61,15 @@ class SymbolicExport:
         shapes = (torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in flat.tensors)
         given = {f"t{number}": tensor for number, tensor in enumerate(shapes)}
         return bool(eval(self.guards, SYMPY_INTERP, {"L": given}))
+
+    def sizes_of(self, flat: Flattened) -> tuple[int, ...]:
+        """Return the value of each symbol in a call with these inputs."""
+        return tuple(flat.tensors[number].shape[dim] for number, dim in self.sources.values())
+
+    def shapes_at(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the inputs where the symbols have these values."""
+        values = _Sizes(dict(zip(self.sources, map(Integer, sizes), strict=True)), self.mode)
+        return tuple(tuple(map(values.number, shape)) for shape in self.shapes)
 
     def at(self, model: nn.Module, flat: Flattened) -> Exported:
         """Return the export of a call with these inputs, whose sizes fulfil the guards."""
@@ -111,7 +122,7 @@ def _with_guards(found: Capture) -> SymbolicExport:
     named = [LocalSource(f"t{number}") for number in range(len(given))]
     guards = environment.produce_guards(given, named, ignore_static=False)
     code = compile(" and ".join(f"({one})" for one in guards) or "True", "<guards of sizes>", "eval")
-    return SymbolicExport(found, code, sources, given[0].fake_mode)
+    return SymbolicExport(found, code, sources, given[0].fake_mode, tuple(value.shape for value in given))
 
 
 # -- values at given sizes ---------------------------------------------------------------------------------------------

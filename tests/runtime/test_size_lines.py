@@ -1,0 +1,136 @@
+"""Calls of new sizes from the emitted graphs of others: equal to one process, and to a graph emitted at that size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopar
+from autopar.runtime.compiled_call import CallSignature, CompiledCall
+from autopar.runtime.size_lines import SizeLines
+from examples.gpt import gpt
+from tests.gaps import number
+from tests.runtime.launcher import in_turn, launch
+
+SMALL: dict[str, Any] = {"layers": 2, "d_model": 24, "heads": 4, "vocab": 32}
+
+
+class Branching(nn.Module):
+    """A window, a branch on the length, and a length in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if x.shape[1] > 20:
+            hidden = hidden * 2
+        window = hidden[:, -9:].cumsum(1)
+        half = hidden[:, : (x.shape[1] + 1) // 2]
+        return self.last(torch.cat([window, half], 1)).pow(2).sum() / x.shape[1]
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, 2, 1), nn.MaxPool2d(2)
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean((2, 3))).pow(2).mean()
+
+
+def compared(parallel: Any) -> dict[str, int]:
+    """Compare each call of a line with a graph that is emitted at its size; count both kinds of calls."""
+    plans, counts = parallel._plans, {"of lines": 0, "emitted": 0}
+    found = plans._of_other_sizes
+
+    def checked(given: CallSignature, lines: SizeLines) -> CompiledCall | None:
+        call: CompiledCall | None = found(given, lines)
+        counts["emitted" if call is None else "of lines"] += 1
+        if call is not None:
+            whole = plans._emitted(given, lines)
+            place = lines._place(given.flat, None)
+            line = next(one for one in reversed(lines._lines) if one.call.digest and one.parts(place) is not None)
+            line.template.check(whole.sized, line.size(place))
+            assert call.graph.fingerprint == whole.graph.fingerprint
+        return call
+
+    plans._of_other_sizes = checked
+    return counts
+
+
+def gap(parallel: Any, model: nn.Module, inputs: dict[str, Any]) -> float:
+    """Return the largest difference of the loss and of gradients."""
+    losses = []
+    for module in (parallel, model):
+        module.zero_grad()
+        result = module(**inputs)
+        losses.append(result if isinstance(result, torch.Tensor) else result.loss)
+        losses[-1].backward()
+    gaps = [number((losses[0] - losses[1]).abs())]
+    for name, parameter in model.named_parameters():
+        gradient = parallel.get_parameter(name).grad
+        gaps.append(number((gradient.full_tensor() - parameter.grad).abs().max()))
+    return max(gaps)
+
+
+def run(model: nn.Module, make: Callable[..., dict[str, Any]], sizes: list[Any], mesh: str, layout: str) -> Any:
+    torch.manual_seed(0)
+    parallel = autopar.parallelize(deepcopy(model), mesh, make(*sizes[0]), layout=layout)
+    counts, gaps = compared(parallel), {}
+    for size in sizes[1:]:
+        gaps[size] = gap(parallel, model, make(*size))
+    return max(gaps.values()), counts
+
+
+def lengths() -> dict[str, Any]:
+    model = gpt(**SMALL, batch=4, seq=64)[0].double()
+
+    def make(batch: int, seq: int) -> dict[str, Any]:
+        torch.manual_seed(batch * seq)
+        return gpt(**SMALL, batch=batch, seq=seq)[1]  # type: ignore[no-any-return]
+
+    sizes = [(4, seq) for seq in (16, 12, 17, 13, 24, 7, 1, 19, 31)]
+    return {layout: run(model, make, sizes, "tp=2", layout) for layout in ("megatron", "megatron_sp")}
+
+
+def branches() -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = Branching().double()
+    sizes = [(4, seq) for seq in (12, 16, 18, 19, 20, 21, 22, 30, 26, 37, 14)]
+    return {"ddp": run(model, lambda b, s: {"x": torch.randn(b, s, 4).double()}, sizes, "dp=2", "ddp")}
+
+
+def images() -> dict[str, Any]:
+    torch.manual_seed(1)
+    sizes = [(4, 16), (4, 24), (4, 32), (4, 33), (4, 40), (4, 25)]
+    return {"ddp": run(Images().double(), lambda b, s: {"x": torch.randn(b, 3, s, s).double()}, sizes, "dp=2", "ddp")}
+
+
+def forgetful() -> tuple[float, int]:
+    """One rank forgets its calls between two lengths."""
+    model = gpt(**SMALL, batch=4, seq=64)[0].double()
+    parallel = autopar.parallelize(deepcopy(model), "dp=2", gpt(**SMALL, batch=4, seq=16)[1], layout="ddp")
+    gaps = []
+    for seq in (12, 14, 15, 17):
+        if torch.distributed.get_rank() == 1 and seq in (14, 17):
+            parallel._plans.forget()
+        gaps.append(gap(parallel, model, gpt(**SMALL, batch=4, seq=seq)[1]))
+    return max(gaps), parallel._plans.kept.emitted
+
+
+def test_calls_of_a_line_equal_emitted_ones() -> None:
+    for one in launch(in_turn, (lengths, ()), (branches, ()), (images, ()), (forgetful, ()), ranks=2):
+        for worst, counts in (*one["lengths"].values(), *one["branches"].values(), *one["images"].values()):
+            assert worst < 1e-12
+            assert counts["of lines"] > 0
+        assert one["lengths"]["megatron"][1] == {"of lines": 4, "emitted": 4}
+        assert one["forgetful"][0] < 1e-12
