@@ -42,10 +42,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a line for each finding; the check of two processes decides the exit code."""
-    for name, text in findings():
+    good, checked = _check()
+    for name, text in (("check", checked), *findings()):
         print(f"{name:9} {text}")
-    good, text = _check()
-    print(f"{'check':9} {text}")
     return 0 if good else 1
 
 

@@ -118,12 +118,12 @@ def run(arguments: argparse.Namespace) -> int:
         print_data("verify", _plain(arguments, found, agree))
         return 0 if agree else 1
     under = f" under {arguments.layout}" if arguments.layout else ""
+    verdict = "They agree" if agree else "They do NOT agree"
+    print(f"{verdict}: relative differences from one process, {arguments.tolerance:.0e} allowed.")
     print(f"{arguments.target} on {arguments.mesh}{under}: {mesh.size} processes, {found.collectives} collectives")
     _print_differences(found)
     if layout != arguments.layout:
         print(f"One replica was compared, on {mesh}: meetings of replicas are no part of a call.")
-    verdict = "They agree" if agree else "They do NOT agree"
-    print(f"{verdict}: relative differences from one process, {arguments.tolerance:.0e} allowed.")
     return 0 if agree else 1
 
 
