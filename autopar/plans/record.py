@@ -70,6 +70,8 @@ class PlanRecord:
     claimed: bool = False
     # `search`, or the program that proved the bound.
     bound_by: str = ""
+    # Sentences about dims that the layout leaves whole, as its axes do not divide them.
+    left_whole: tuple[str, ...] = ()
 
     @cached_property
     def costs(self) -> Costs:

@@ -13,7 +13,7 @@ __all__ = ["notes"]
 
 
 def notes(plan: PlanRecord) -> list[str]:
-    """Return notes on a plan: its range, idle axes, shares, pieces, dtypes without a rate, doubts, experts."""
+    """Return notes on a plan: its range, idle axes, dims left whole, shares, pieces, rates, doubts, experts."""
     found = range_notes(plan.time_range)
     idle = _idle_axes(plan)
     if idle:
@@ -23,6 +23,7 @@ def notes(plan: PlanRecord) -> list[str]:
             "nothing is split: every device" if every else f"nothing is split over {', '.join(idle)}: each rank of it"
         )
         found.append(f"{text} computes {'everything' if every else 'the same'}{why}")
+    found += plan.left_whole
     found += shares_notes(plan) + plan.network.placement_notes()
     if plan.graph.loss_pieces is not None:
         pieces = plan.graph.loss_pieces
