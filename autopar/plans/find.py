@@ -28,7 +28,6 @@ from autopar.plans.unequal import solve_with_shares, with_speeds
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, choose_layout, parse_memory
-from autopar.sharding.layout.left_whole import left_whole
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Limit, MeshStatement, MicroBatches, OpenMicroBatches
 from autopar.sharding.options import Outputs, TrainingOptions
@@ -168,9 +167,7 @@ def plan_graph(
             return plan_graph(graph, meshes, smaller, replace(request, until_one_fits=False), progress, ends)
         except (NoFeasiblePlan, LayoutError):
             raise closest from None  # it says more than the error with micro-batches
-    sizes = best.mesh.whole
-    whole = () if layout is None else tuple(left_whole(best.graph, choose_layout(layout, sizes), sizes))
-    return replace(best, left_whole=whole) if whole else best
+    return best if layout is None else best.under(layout)
 
 
 def _proposed(
@@ -450,5 +447,4 @@ def plan_under_layout(
     decided = propagate_plan(graph, kept, mesh.whole).with_options(request.options_on(mesh))
     stages = decided.assignment.pipelining
     _check_in_time(graph, decided.micro, None if stages is None else stages.schedule, decided.options.micro_batches)
-    whole = tuple(left_whole(graph, said, mesh.whole))
-    return with_meetings(Plan(graph, decided, mesh, cluster, limit, None, origin, left_whole=whole), drift)
+    return with_meetings(Plan(graph, decided, mesh, cluster, limit, None, origin), drift).under(said)

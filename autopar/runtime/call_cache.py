@@ -21,7 +21,7 @@ from autopar.lowering.collectives.checksum import checksum, checksum_of_all, dig
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emit import emit
 from autopar.lowering.emitted import Emitted
-from autopar.lowering.modules.bucket import GradientSync, ParameterHandling
+from autopar.lowering.modules.bucket import GradientSync
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.mesh import SubMesh
 from autopar.runtime import agreement as fixes
@@ -32,7 +32,6 @@ from autopar.runtime.called_module import CalledModule, check_part, part_of, wit
 from autopar.runtime.check_inputs import (
     PlacementsError,
     check_devices,
-    check_inputs,
     check_values,
     held_shards,
     is_sharded,
@@ -49,7 +48,6 @@ from autopar.runtime.sync.replica_group import ReplicaSetting
 from autopar.runtime.torch_wrappers import check_not_captured
 from autopar.runtime.weights import Weights
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.options import TrainingOptions
 from autopar.tracing.part_of_model import called_at, of_used
 from autopar.tracing.sized_exports import SizedExports
@@ -330,30 +328,19 @@ class CallCache:
     def _plan(self, given: CallSignature) -> CompiledCall:
         """Make a compiled call, from those of other sizes if that is possible; keep it."""
         lines = self.kept.family(given).lines
-        plan = self._of_other_sizes(given, lines)
-        if plan is None:
+        found = lines.agreed(given, self.agreement, self.rank, self.options.local_inputs)
+        if found is not None:
+            plan = found[0].at_sizes(found[1], partial(self._graph_again, without_values(given)))
+        else:
             plan = self._emitted(given, lines)
-            self._look_ahead(given, plan, lines)
+            if self.compiler is None and self.replica is None:
+                lines.look_ahead(given, plan, self.agreement, lambda other: self._emitted(other, lines))
             if not given.part:
                 self.whole_graph = plan.graph
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
         self.kept.keep(given, plan)
         self.latest = plan
         return plan
-
-    def _of_other_sizes(self, given: CallSignature, lines: SizeLines) -> CompiledCall | None:
-        """Return the call by the emitted graph of another size, if all ranks have one."""
-        found = lines.find(given)
-        if not self.agreement.all_true(found is not None):
-            return None
-        assert found is not None, "all ranks have found it"
-        lines.served += 1
-        call, parts = found
-        rows = self.options.local_inputs
-        self.agreement.together(lambda: check_inputs(given, parts.inputs, self.rank, rows))
-        if rows or is_sharded(given):
-            check_values(given, parts.inputs, self.agreement, self.rank, rows)
-        return call.at_sizes(parts, partial(self._graph_again, without_values(given)))
 
     def _graph_again(self, given: CallSignature) -> NamedGraph:
         """Return the named graph of a call that shares an emitted graph; this rank alone makes it."""
@@ -362,23 +349,6 @@ class CallCache:
             graph = self._trace(given)
             found = planner.decide(graph)
             return planner.read(graph, found)[0] if isinstance(found, str) else graph
-
-    def _look_ahead(self, given: CallSignature, plan: CompiledCall, lines: SizeLines) -> None:
-        """Emit calls of larger sizes too, so that the sizes up to them need no emission."""
-        if self.compiler is None and self.replica is None:
-            ahead = lines.ahead(given, plan)
-            # A rank that has forgotten its calls has nothing to compare with.
-            if self.agreement.all_true(bool(ahead)) and self.agreement.all_same(
-                "; ".join(str(one.key[0]) for one in ahead)
-            ):
-                try:
-                    others = [(one, self._emitted(one, lines)) for one in ahead]
-                except AutoparError:
-                    # As of a limit on memory, raised on all ranks; nobody has asked for these sizes.
-                    others = []
-                found = lines.learn(given, plan, others)
-                lines.keep(found if self.agreement.all_true(found is not None) else None)
-            lines.sample(given, plan)
 
     def _emitted(self, given: CallSignature, lines: SizeLines) -> CompiledCall:
         """Trace, plan and emit a call; a phase that fails on one rank raises on all."""
@@ -424,30 +394,13 @@ class CallCache:
                     f"the model changes its input {mutation.target} in place: expected a whole tensor, got a shard\n"
                     "fix: give plain tensors, and local_inputs=False"
                 )
-        parameters, outputs = self._parameters(graph, assignment), self.options.outputs
+        precision, outputs = self.options.precision, self.options.outputs
+        handled = self.weights.handling(graph, assignment)
+        parameters = BucketedParameters(handled, self.synchronisation, self, awaited=True, precision=precision)
         self.groups.level_sums = planner.level_sums
         emitted = emit(graph, assignment, self.groups, outputs, local, parameters, with_ends=with_ends)
         planner.check(graph, assignment, emitted.inserted)
         return emitted
-
-    def _parameters(self, graph: NamedGraph, assignment: Assignment) -> BucketedParameters:
-        """Return the buckets of the graph's parameters, with dtypes and gather policies."""
-        found, precision = {}, self.options.precision
-        for tensor in graph.tensors.values():
-            if tensor.kind != "param":
-                continue
-            stored = self.weights.dtypes[tensor.name]
-            reduced = precision.reduced(stored)
-            policy = assignment.gather_policies.get(tensor.name, GatherPolicy(False, False, False))
-            found[tensor.name] = ParameterHandling(
-                stored,
-                tensor.dtype,
-                reduced,
-                policy.defer_reduction,
-                policy.regather,
-                policy.keep_gathered,
-            )
-        return BucketedParameters(found, self.synchronisation, self, awaited=True, precision=precision)
 
     def _trace(self, given: CallSignature) -> NamedGraph:
         """Trace the call with whole inputs, also if this rank has shards of them."""

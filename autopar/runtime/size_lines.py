@@ -11,7 +11,7 @@ length needs few lines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import lcm, prod
@@ -21,11 +21,14 @@ import torch.distributed.tensor
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Flattened
 from autopar.lowering.size_template import DiffersError, SizeTemplate
+from autopar.runtime.agreement import Agreement
+from autopar.runtime.check_inputs import check_inputs, check_values, is_sharded
 from autopar.runtime.compiled_call import CallSignature, CompiledCall, SizedParts
-from autopar.runtime.shards import LocalShard
+from autopar.runtime.shards import LocalShard, ShardOwner
 from autopar.sharding.assignment import Assignment
 from autopar.tracing.export.symbolic import SymbolicExport
 from autopar.tracing.sized_exports import SizedExports
@@ -119,6 +122,46 @@ class SizeLines:
     # The latest emitted calls, with the shapes of their inputs.
     _samples: list[tuple[Flattened, CompiledCall]] = field(default_factory=list)
     _failed: int = 0
+
+    # -- of all ranks together ----------------------------------------------------------------------------------------
+
+    def agreed(
+        self, given: CallSignature, agreement: Agreement, rank: ShardOwner, local_inputs: bool
+    ) -> tuple[CompiledCall, SizedParts] | None:
+        """Return the call that makes this one, and the parts of it that depend on sizes, if all ranks have both."""
+        found = self.find(given)
+        if not agreement.all_true(found is not None):
+            return None
+        assert found is not None, "all ranks have found it"
+        self.served += 1
+        held = found[1].inputs
+        agreement.together(lambda: check_inputs(given, held, rank, local_inputs))
+        if local_inputs or is_sharded(given):
+            check_values(given, held, agreement, rank, local_inputs)
+        return found
+
+    def look_ahead(
+        self,
+        given: CallSignature,
+        call: CompiledCall,
+        agreement: Agreement,
+        emitted: Callable[[CallSignature], CompiledCall],
+    ) -> None:
+        """Emit calls of larger sizes beside an emitted call, so that the sizes up to them need no emission."""
+        ahead = self.ahead(given, call)
+        # A rank that has forgotten its calls has nothing to compare with.
+        is_same = agreement.all_same("; ".join(str(one.key[0]) for one in ahead))
+        if ahead and is_same:
+            try:
+                others = [(one, emitted(one)) for one in ahead]
+            except AutoparError:
+                # As of a limit on memory, raised on all ranks; nobody has asked for these sizes.
+                others = []
+            line = self.learn(given, call, others)
+            self.keep(line if agreement.all_true(line is not None) else None)
+        self.sample(given, call)
+
+    # -- of this rank -------------------------------------------------------------------------------------------------
 
     def find(self, given: CallSignature) -> tuple[CompiledCall, SizedParts] | None:
         """Return the call that makes this one, and the parts of it that depend on sizes; None if no line has it."""

@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
+from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import Precision
 from autopar.lowering.collectives.checksum import checksum, kind_of
+from autopar.lowering.modules.bucket import ParameterHandling
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.first_rank import FirstRank
 from autopar.runtime.module_shell import ClosedModule, ModuleShell, canonical_names, mirror, owner_of
 from autopar.runtime.shards import LocalShard, check_full, initialise, load_full, placed, split, stored_in
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.tracing.skeleton import hollow, match_dtypes
 
 __all__ = ["Weights"]
@@ -106,6 +110,22 @@ class Weights:
     def kinds(self) -> set[torch.dtype]:
         """Return the dtypes of all parameters and buffers."""
         return set(self.state()[2])
+
+    def handling(self, graph: NamedGraph, assignment: Assignment) -> dict[str, ParameterHandling]:
+        """Return how the parameters of a graph are stored, used and reduced."""
+        found = {}
+        for tensor in graph.parameters:
+            stored = self.dtypes[tensor.name]
+            policy = assignment.gather_policies.get(tensor.name, GatherPolicy(False, False, False))
+            found[tensor.name] = ParameterHandling(
+                stored,
+                tensor.dtype,
+                self.precision.reduced(stored),
+                policy.defer_reduction,
+                policy.regather,
+                policy.keep_gathered,
+            )
+        return found
 
     def traceable(self, training: Sequence[bool], trained: Sequence[bool], dtypes: Sequence[torch.dtype]) -> nn.Module:
         """Return the skeleton, set to these train modes, `requires_grad` and dtypes."""

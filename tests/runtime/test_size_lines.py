@@ -50,12 +50,14 @@ class Images(nn.Module):
 def compared(parallel: Any) -> dict[str, int]:
     """Compare each call of a line with a graph that is emitted at its size; count both kinds of calls."""
     plans, counts = parallel._plans, {"of lines": 0, "emitted": 0}
-    found = plans._of_other_sizes
+    plan = plans._plan
 
-    def checked(given: CallSignature, lines: SizeLines) -> CompiledCall | None:
-        call: CompiledCall | None = found(given, lines)
-        counts["emitted" if call is None else "of lines"] += 1
-        if call is not None:
+    def checked(given: CallSignature) -> CompiledCall:
+        lines: SizeLines = plans.kept.family(given).lines
+        before = lines.served
+        call: CompiledCall = plan(given)
+        counts["of lines" if lines.served > before else "emitted"] += 1
+        if lines.served > before:
             whole = plans._emitted(given, lines)
             place = lines._place(given.flat, None)
             line = next(one for one in reversed(lines._lines) if one.call.digest and one.parts(place) is not None)
@@ -63,7 +65,7 @@ def compared(parallel: Any) -> dict[str, int]:
             assert call.graph.fingerprint == whole.graph.fingerprint
         return call
 
-    plans._of_other_sizes = checked
+    plans._plan = checked
     return counts
 
 
