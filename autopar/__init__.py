@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from autopar.rules.registry import register_rule
     from autopar.runtime.batch_loader import BatchLoader
     from autopar.runtime.checkpoints import Checkpoints
+    from autopar.runtime.length_buckets import pad_to_lengths
     from autopar.runtime.module import ParallelModule
     from autopar.tracing.annotations import constrain, named
     from autopar.tracing.trace import trace
@@ -76,6 +77,7 @@ __all__ = [
     "evaluate",
     "load_cluster",
     "named",
+    "pad_to_lengths",
     "parallelize",
     "plan",
     "prove_rule",
@@ -98,6 +100,7 @@ _HOMES = {
     "evaluate": "autopar.cost.evaluate",
     "load_cluster": "autopar.cost.hardware.cluster",
     "named": "autopar.tracing.annotations",
+    "pad_to_lengths": "autopar.runtime.length_buckets",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "prove_rule": "autopar.rules.proof.prove",
