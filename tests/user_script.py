@@ -101,4 +101,6 @@ with tempfile.TemporaryDirectory() as folder:
 rows = torch.utils.data.TensorDataset(*(tensor.detach() for tensor in inputs))
 loader: autopar.BatchLoader = autopar.BatchLoader(parallel, rows, len(rows))
 assert len([parallel(**batch) for batch in loader]) == len(loader) == 1
+padded = autopar.pad_to_lengths({"input_ids": torch.ones(2, 5, dtype=torch.long)}, [8])
+assert padded["attention_mask"].sum() == 10
 dist.destroy_process_group()

@@ -21,7 +21,7 @@ from autopar.plans.best_loss import with_best_loss
 from autopar.plans.cluster_here import cluster_here
 from autopar.plans.group_capacity import in_slots
 from autopar.plans.loss_pieces import stated_graph
-from autopar.plans.plan import Plan
+from autopar.plans.plan import Plan, under_layout
 from autopar.plans.refused import closest_of, in_a_micro_batch, with_all_memory, with_its_line
 from autopar.plans.replicas import replicas_of, with_meetings
 from autopar.plans.unequal import solve_with_shares, with_speeds
@@ -167,7 +167,7 @@ def plan_graph(
             return plan_graph(graph, meshes, smaller, replace(request, until_one_fits=False), progress, ends)
         except (NoFeasiblePlan, LayoutError):
             raise closest from None  # it says more than the error with micro-batches
-    return best if layout is None else best.under(layout)
+    return best if layout is None else under_layout(best, layout)
 
 
 def _proposed(
@@ -447,4 +447,4 @@ def plan_under_layout(
     decided = propagate_plan(graph, kept, mesh.whole).with_options(request.options_on(mesh))
     stages = decided.assignment.pipelining
     _check_in_time(graph, decided.micro, None if stages is None else stages.schedule, decided.options.micro_batches)
-    return with_meetings(Plan(graph, decided, mesh, cluster, limit, None, origin), drift).under(said)
+    return under_layout(with_meetings(Plan(graph, decided, mesh, cluster, limit, None, origin), drift), said)

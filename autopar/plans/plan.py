@@ -22,14 +22,15 @@ from autopar.plans.views.explain import explain_name
 from autopar.plans.views.page import Page, report
 from autopar.plans.views.summary import difference, summary
 from autopar.plans.views.to_json import plan_data
-from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.language import Layout, choose_layout, parse_layout
+from autopar.sharding.layout.left_whole import left_whole
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.propagation import propagate
 from autopar.sharding.replicas import split_replicas
 from autopar.sharding.time_slice import step_plan
 from autopar.tracing.trace import trace
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "under_layout"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,3 +233,10 @@ def _shipped(cluster: str, name: str) -> str:
             "fix: give the file that describes it: cluster='FILE.toml', --cluster FILE.toml"
         )
     return cluster
+
+
+def under_layout(plan: Plan, layout: str | Path | Layout) -> Plan:
+    """Return a plan with sentences about the dims that its layout leaves whole."""
+    sizes = plan.mesh.whole
+    found = tuple(left_whole(plan.graph, choose_layout(layout, sizes), sizes))
+    return replace(plan, left_whole=found) if found else plan

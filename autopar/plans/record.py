@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self
 
 from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
@@ -25,8 +24,7 @@ from autopar.plans.header import Header, parameters_of
 from autopar.plans.loss_pieces import pieces_statement
 from autopar.plans.to_layout import WrittenLayout, write_layout
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.layout.language import Layout, choose_layout
-from autopar.sharding.layout.left_whole import left_whole
+from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import Statement, print_statement
 from autopar.sharding.level_sums import LevelSums
 from autopar.sharding.pipelining import statements_of
@@ -74,12 +72,6 @@ class PlanRecord:
     bound_by: str = ""
     # Sentences about dims that the layout leaves whole, as its axes do not divide them.
     left_whole: tuple[str, ...] = ()
-
-    def under(self, layout: str | Path | Layout) -> Self:
-        """Return this plan with sentences about the dims that its layout leaves whole."""
-        sizes = self.mesh.whole
-        found = tuple(left_whole(self.graph, choose_layout(layout, sizes), sizes))
-        return replace(self, left_whole=found) if found else self
 
     @cached_property
     def costs(self) -> Costs:
