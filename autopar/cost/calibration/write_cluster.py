@@ -109,6 +109,7 @@ def _device(measurements: Measurements, products: MultiplyFit, shipped: Device |
         f"memory = {_measured(measurements.memory_bytes / 1e9, 'GB')}",
         *memory,
         f"launch = {_measured(measurements.launch_seconds * 1e6, 'us')}",
+        *_start(shipped),
         *_overhead(measurements),
         *_sustained(fit_sustained(products, measurements.chain), shipped),
         *_host_link(shipped),
@@ -136,6 +137,15 @@ def _overhead(measurements: Measurements) -> list[str]:
         return [f"host = {_measured(spent * 1e6, 'us')}"] if spent > 0 else []
     more = measurements.overhead_seconds - measurements.launch_seconds
     return [f"op = {_measured(more * 1e6, 'us')}"] if more > 0 else []
+
+
+def _start(shipped: Device | None) -> list[str]:
+    """Return the start of a kernel, which is shorter than the time between two ops that a program runs."""
+    return (
+        []
+        if shipped is None or not shipped.start_seconds
+        else [f"start = {_inherited(shipped.start_seconds * 1e6, 'us')}"]
+    )
 
 
 def _host_link(shipped: Device | None) -> list[str]:

@@ -120,7 +120,14 @@ class _Formula:
     @property
     def key(self) -> tuple[object, ...]:
         device = self.device
-        constants = (device.attention, device.matrix, device.op_seconds, device.launch_seconds, device.stream)
+        constants = (
+            device.attention,
+            device.matrix,
+            device.op_seconds,
+            device.launch_seconds,
+            device.start_seconds,
+            device.stream,
+        )
         return self.dtype, peak_of(device, self.dtype), *constants
 
     def __hash__(self) -> int:

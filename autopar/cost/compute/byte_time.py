@@ -1,4 +1,4 @@
-"""Time of ops that read and write more than they compute."""
+"""Time of ops that read and write more than they compute: a start, and the bytes at the rate of a memory stream."""
 
 from __future__ import annotations
 
@@ -11,4 +11,5 @@ def seconds_of_bytes(count: float, device: Device, bytes_per_second: float | Non
     """Return the seconds of an op that reads and writes `count` bytes; 0 without bytes."""
     if not count:
         return 0.0
-    return device.op_seconds + max(device.launch_seconds, count / (bytes_per_second or device.stream))
+    seconds = device.start_seconds + count / (bytes_per_second or device.stream)
+    return device.op_seconds + max(device.launch_seconds, seconds)

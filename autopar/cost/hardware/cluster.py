@@ -65,6 +65,8 @@ class Device:
     peak_flops: Mapping[str, float]
     # Memory bandwidth that large elementwise ops reach; None: that of the datasheet.
     stream_bytes_per_second: float | None = None
+    # Time in which a kernel starts and ends, before and after it moves bytes at that bandwidth.
+    start_seconds: float = 0.0
     # Tiles and waves of matrix products; None: the roofline of peak and memory.
     matrix: MatmulUnit | None = None
     attention: AttentionRates = AttentionRates(1, 1.0, 1.0)
@@ -113,6 +115,7 @@ class Device:
             hbm_bytes_per_second=fraction * self.hbm_bytes_per_second,
             stream_bytes_per_second=stream,
             launch_seconds=self.launch_seconds / fraction,
+            start_seconds=self.start_seconds / fraction,
             op_seconds=self.op_seconds / fraction,
             matrix=matrix,
             tables=self.tables.slowed(1 / fraction),

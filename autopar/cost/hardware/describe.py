@@ -61,6 +61,7 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
             "memory_bytes": device.memory_bytes,
             "memory_bytes_per_second": device.hbm_bytes_per_second,
             "launch_seconds": device.launch_seconds,
+            "start_seconds": device.start_seconds,
             "peak_flops": dict(device.peak_flops),
         },
         "levels": [_level_data(level) for level in cluster.level],

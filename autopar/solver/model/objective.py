@@ -115,7 +115,7 @@ class Hinges:
         constant = 0.0
         if setting.trains and any(tensor.requires_grad for tensor in setting.graph.parameters):
             constant = device.op_seconds + device.launch_seconds
-            hinges.append(({Sum.OPTIMIZER: setting.stored_share}, -device.launch_seconds))
+            hinges.append(({Sum.OPTIMIZER: setting.stored_share}, device.start_seconds - device.launch_seconds))
         slopes = np.zeros((len(hinges), len(Sum)))
         for row, (terms, _) in enumerate(hinges):
             for key, value in terms.items():
