@@ -13,7 +13,7 @@ for `?{tp, dp*tp}` and `tp?`, propagation takes those with which the whole graph
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf, prod
@@ -45,6 +45,9 @@ from autopar.sharding.reshard.reshard import NoSteps, Reshard, reshard
 from autopar.sharding.sharding import MICRO, Atoms, Sharding, atoms_of, with_time
 from autopar.sharding.shares import with_shares
 from autopar.sharding.verify import verify_assignment
+
+# Reshard of a tensor, or the messages inside of an op, which has no shardings.
+_Sent = tuple[str, Sharding | None, Sharding | None]
 
 
 class PropagationCache:
@@ -269,7 +272,10 @@ class _Propagation:
             in_time = {axis: found for axis, found in sites.items() if axis == MICRO}
             sites, uneven = {**in_time, **pinned_sites(pin, node)}, uneven | uneven_sites(pin, node)
             passing = {**passing, **pinned_passings(pin, node)}
-        for choice in choices(node, sites, self.axes, uneven, passing):
+        # By the first criterion: no choice of fewer axes is priced once one is found.
+        for choice in sorted(choices(node, sites, self.axes, uneven, passing), key=lambda one: -len(one.axes)):
+            if best is not None and (len(choice.axes) < -best[0][0] or not best[0][1]):
+                break
             if pin is not None and not allows(pin, choice, node):
                 continue
             found = shardings_of(self.graph, node, choice)
@@ -286,11 +292,9 @@ class _Propagation:
                 for name, made, target in zip(node.outputs, produced, targets, strict=True)
             )
             op_assignment = OpAssignment(choice, operands, produced, results)
-            rank = (-len(choice.axes), sum(self._sent(node, op_assignment).values()))
-            if rank[1] == inf:
-                continue
-            if best is None or rank < best[0]:
-                best = rank, op_assignment
+            sent = self._sent_below(inf if best is None else best[0][1], node, op_assignment)
+            if sent is not None:
+                best = (-len(choice.axes), sent), op_assignment
         if best is None and pin is not None:
             raise infeasible_pin(pin, node, self.axes, self.graph)
         if best is None:
@@ -365,30 +369,35 @@ class _Propagation:
     def sent_bytes(self) -> float:
         """Return the bytes that all ops send; ops of equal needs share a reshard."""
         # By tensor and shardings, so that a reshard that several ops share counts once.
-        found: dict[tuple[str, Sharding | None, Sharding | None], float] = {}
+        found: dict[_Sent, float] = {}
         for node in self.graph.nodes:
             found.update(self._sent(node, self.ops[node.name]))
         return sum(found.values())
 
-    def _sent(
-        self, node: NamedNode, op_assignment: OpAssignment
-    ) -> dict[tuple[str, Sharding | None, Sharding | None], float]:
-        """Return the bytes sent for one op, with the reshards of its operands and results."""
-        found: dict[tuple[str, Sharding | None, Sharding | None], float] = {}
+    def _sent_below(self, least: float, node: NamedNode, op_assignment: OpAssignment) -> float | None:
+        """Return the bytes sent for one op; None if they are not below the least so far."""
+        found: dict[_Sent, float] = {}
+        for one, size in self._sent(node, op_assignment):
+            found[one] = size
+            if sum(found.values()) >= least:
+                return None
+        return sum(found.values())
+
+    def _sent(self, node: NamedNode, op_assignment: OpAssignment) -> Iterator[tuple[_Sent, float]]:
+        """Yield the bytes sent for one op, with the reshards of its operands and results."""
         for name, wanted in zip(node.operands, op_assignment.operands, strict=True):
             if name is not None and wanted is not None:
                 source = self.stored.get(name, self.values[name])
-                found[name, source, wanted] = self._bytes(self.graph.tensors[name], source, wanted)
+                yield (name, source, wanted), self._bytes(self.graph.tensors[name], source, wanted)
         split = lowered_context(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.axes)
         if split is not None:
             inside = [
                 sent_numel(message.reshard, message.differentiable) * message.itemsize for message in split.messages()
             ]
-            found[node.name, None, None] = sum(inside)
+            yield (node.name, None, None), sum(inside)
         for name, produced, result in zip(node.outputs, op_assignment.produced, op_assignment.results, strict=True):
             if name is not None and produced is not None and result is not None:
-                found[name, produced, result] = self._bytes(self.graph.tensors[name], produced, result)
-        return found
+                yield (name, produced, result), self._bytes(self.graph.tensors[name], produced, result)
 
     def _bytes(self, tensor: NamedTensor, source: Sharding, target: Sharding) -> float:
         atoms = atoms_of(tensor)
