@@ -22,7 +22,7 @@ from autopar.names import RESERVED
 from autopar.plans.format import skeleton
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.matching import POSITION
+from autopar.sharding.layout.matching import POSITION, matches
 from autopar.sharding.layout.parameter_storage import GatherPolicy, storage_of
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import (
@@ -244,7 +244,12 @@ class _RuleFitter:
 
     @staticmethod
     def _is_about(block: Block, kind: _TensorClass) -> bool:
-        return set(block.scopes[0].dims) <= kind.dims
+        """Return whether a block can change where a kind of tensor is split."""
+        roles = {role for role, _ in kind.entry.roles}
+        if not any(scope.kind in roles and kind.dims.issuperset(scope.dims) for scope in block.scopes):
+            return False
+        patterns = [pattern for rule in block.rules for pattern in rule.dims]
+        return any(one.startswith(POSITION) or any(matches(one, dim) for dim in kind.dims) for one in patterns)
 
     def _scoped(self, wrong: Iterable[_TensorClass], options: Mapping[str, list[TensorPattern]]) -> Iterator[Block]:
         for kind in wrong:
