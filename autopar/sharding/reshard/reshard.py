@@ -26,13 +26,23 @@ large ones, whose sizes are scaled.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from autopar.mesh import SubMesh
-from autopar.sharding.reshard.step_graph import LOCAL, Step, StepEdge, StepGraph, StepKind, StepLimits, step_space
+from autopar.sharding.reshard.step_graph import (
+    LOCAL,
+    Step,
+    StepEdge,
+    StepForm,
+    StepGraph,
+    StepKind,
+    StepLimits,
+    step_space,
+)
 from autopar.sharding.sharding import OTHER, Atoms, Sharding, common_axes, longest
 
 __all__ = ["LOCAL", "NoSteps", "Reshard", "ScaledReshards", "Step", "StepKind", "StepSize", "reshard", "steps"]
@@ -111,6 +121,9 @@ _Splits = tuple[tuple[str, ...], ...]
 _Key = tuple[tuple[int, ...], tuple[int, ...], str, _Splits, _Splits, frozenset[str], frozenset[str]]
 
 
+_Known = dict[tuple[Sharding, Sharding], tuple[StepSize, ...] | None]
+
+
 class _ShardingChange(NamedTuple):
     """Difference of two shardings, whatever the sizes."""
 
@@ -126,6 +139,17 @@ class _ShardingChange(NamedTuple):
     after: frozenset[str]
 
 
+class _Shape(NamedTuple):
+    """Sizes of the atoms of a tensor, up to a factor of the elements that all of its reshards send."""
+
+    # An atom that all axes divide is as long as their product.
+    sizes: tuple[int, ...]
+    # Atoms from long to short, as the search chooses the one that it may split on the way.
+    order: tuple[int, ...]
+    by_share: tuple[int, ...]
+    roles: str
+
+
 @dataclass
 class ScaledReshards:
     """Cache of reshards on one mesh, by their small tensors."""
@@ -133,6 +157,9 @@ class ScaledReshards:
     axes: SubMesh
     small: dict[_Key, tuple[StepSize, ...] | None] = field(default_factory=dict)
     changes: dict[tuple[Sharding, Sharding], _ShardingChange] = field(default_factory=dict)
+    # By sizes, atoms that are split by share, and roles: the shape's reshards so far, and the factor.
+    shapes: dict[Hashable, tuple[_Shape, _Known, float]] = field(default_factory=dict)
+    known: dict[_Shape, _Known] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ranks = prod(self.axes.values())
@@ -151,18 +178,38 @@ class ScaledReshards:
         """
         if source.splits == target.splits and source.partial == target.partial:
             return ()
+        named = sizes, by_share, roles
+        if named not in self.shapes:
+            self.shapes[named] = self._shape(*named)
+        shape, known, scale = self.shapes[named]
+        pair = source, target
+        if pair not in known:
+            known[pair] = self._of_shape(shape, source, target)
+        found = known[pair]
+        return found and _scaled(found, scale)
+
+    def _shape(self, sizes: tuple[int, ...], by_share: tuple[int, ...], roles: str) -> tuple[_Shape, _Known, float]:
+        even = [bool(size) and i not in by_share and size % self.ranks == 0 for i, size in enumerate(sizes)]
+        small = tuple(self.ranks if is_even else size for is_even, size in zip(even, sizes, strict=True))
+        order = tuple(sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)))
+        scale = prod(size // self.ranks for is_even, size in zip(even, sizes, strict=True) if is_even)
+        shape = _Shape(small, order, by_share, roles)
+        return shape, self.known.setdefault(shape, {}), float(scale)
+
+    def _of_shape(self, shape: _Shape, source: Sharding, target: Sharding) -> tuple[StepSize, ...] | None:
+        sizes, order, by_share, roles = shape
         change = self.changes.get((source, target))
         if change is None:
             change = self.changes[source, target] = self._change(source, target)
         # Only these atoms matter: those whose splits differ, and the one that may be split on the way. The choice of
         # this helper must equal that of `_limits`.
-        others = [i for i in change.others if not roles or roles[i] == OTHER]
-        helper = min(others, key=lambda i: (sizes[i] % change.ranks != 0, -sizes[i], i), default=None)
+        others = [i for i in order if i in change.others and (not roles or roles[i] == OTHER)]
+        helper = min(others, key=lambda i: sizes[i] % change.ranks != 0, default=None)
         places = change.cut if helper is None else tuple(sorted((*change.cut, helper)))
         small, marked = list[int](), list[int]()
         before, after = [], []
         scale = 1.0
-        # Other atoms scale the result by their local size; one that all axes divide shrinks to their product.
+        # Other atoms scale the result by their local size; one that all axes divide does not keep what stays.
         for i, size in enumerate(sizes):
             if i not in places:
                 scale *= longest(size, source.splits[i], self.axes, i in by_share)
@@ -172,8 +219,7 @@ class ScaledReshards:
                 marked.append(len(small))
             elif size and not size % self.ranks:
                 fixed = change.fixed[i]
-                scale *= size / prod([self.axes[axis] for axis in source.splits[i][:fixed]]) / self.ranks
-                size = self.ranks
+                scale /= prod([self.axes[axis] for axis in source.splits[i][:fixed]])
             small.append(size)
             before.append(source.splits[i][fixed:])
             after.append(target.splits[i][fixed:])
@@ -182,10 +228,7 @@ class ScaledReshards:
         if key not in self.small:
             self.small[key] = self._steps(key)
         found = self.small[key]
-        return found and tuple(
-            StepSize(step.kind, step.axes, step.numel * scale, step.local, step.before * scale, step.larger * scale)
-            for step in found
-        )
+        return found and _scaled(found, scale)
 
     def _steps(self, key: _Key) -> tuple[StepSize, ...] | None:
         sizes, by_share, roles, before, after, summed_before, summed_after = key
@@ -207,6 +250,15 @@ class ScaledReshards:
         return _ShardingChange(fixed, cut, others, count, source.partial - both, target.partial - both)
 
 
+def _scaled(steps: tuple[StepSize, ...], scale: float) -> tuple[StepSize, ...]:
+    if scale == 1.0:
+        return steps
+    return tuple(
+        StepSize(step.kind, step.axes, step.numel * scale, step.local, step.before * scale, step.larger * scale)
+        for step in steps
+    )
+
+
 # -- shortest path -----------------------------------------------------------------------------------------------------
 
 
@@ -225,28 +277,30 @@ def cheapest(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) ->
     zero: _Cost = (0, 0, 0, 0)
     # Ordered by the lower bound of the whole path, then by the ranks of its steps, which start the key of every longer
     # path. Two entries with equal cost and key do not occur, so no further field is compared.
-    queue: list[tuple[_Cost, _PathKey, int, tuple[Step, ...]]] = [(zero, (), start, ())]
+    queue: list[tuple[_Cost, _PathKey, int, tuple[StepEdge, ...]]] = [(zero, (), start, ())]
     least: dict[int, tuple[_Cost, _PathKey]] = {start: (zero, ())}
     extents = {start: bound.extent(source)}
     done: set[int] = set()
     while queue:
         _, key, place, path = heapq.heappop(queue)
         if place == end:
-            return path
+            befores = (source, *(edge.form.after for edge in path))
+            return tuple(edge.step(before) for edge, before in zip(path, befores, strict=False))
         if place in done:
             continue
         done.add(place)
         cost, extent = least[place][0], extents[place]
         for edge in space.steps_from(place, limits):
-            total = (cost[0] + edge.sent, cost[1] + edge.collectives, cost[2] + edge.axes, cost[3] + 1)
+            form = edge.form
+            total = (cost[0] + edge.sent, cost[1] + edge.collectives, cost[2] + len(form.axes), cost[3] + 1)
             known = least.get(edge.after)
             if known is not None and known[0] < total:
                 continue
-            keys = (*key, edge.rank)
+            keys = (*key, form.rank)
             if known is None or (total, keys) < known:
                 least[edge.after] = total, keys
-                extents[edge.after] = reached = bound.after(extent, edge)
-                heapq.heappush(queue, (bound.with_rest(total, reached), keys, edge.after, (*path, edge.step)))
+                extents[edge.after] = reached = bound.after(extent, form)
+                heapq.heappush(queue, (bound.with_rest(total, reached), keys, edge.after, (*path, edge)))
     raise NoSteps(f"no steps lead from {source} to {target}")
 
 
@@ -294,11 +348,11 @@ class _RemainingBound:
         sums = self.space.mask(sharding.partial) & self.limits.active & ~self.limits.summed
         return self.whole // self._ranks(split | self.limits.summed), self._ranks(sums)
 
-    def after(self, before: tuple[int, int], edge: StepEdge) -> tuple[int, int]:
-        kind = edge.step.kind
+    def after(self, before: tuple[int, int], form: StepForm) -> tuple[int, int]:
+        kind = form.kind
         if kind not in _CHANGES_EXTENT:
             return before
-        ranks = self._ranks(edge.mask & ~self.limits.summed)
+        ranks = self._ranks(form.mask & ~self.limits.summed)
         numel, sums = before
         if kind is StepKind.SLICE:
             return numel // ranks, sums

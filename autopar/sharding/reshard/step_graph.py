@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -71,17 +71,32 @@ class Step:
 _RANK = {kind: rank for rank, kind in enumerate(StepKind)}
 
 
-class StepEdge(NamedTuple):
-    """Step as an edge of the graph; sets of axes are bit masks, shardings are positions in a list."""
+class StepForm(NamedTuple):
+    """Step whatever the sizes of the atoms; sets of axes are bit masks."""
 
-    after: int
+    kind: StepKind
+    axes: tuple[str, ...]
+    atom: int | None
+    to_atom: int | None
+    to_axes: tuple[str, ...]
+    after: Sharding
     # Order among equally cheap steps, so that the path does not depend on hashes.
     rank: tuple[int, ...]
+    mask: int
+
+
+class StepEdge(NamedTuple):
+    """Step as an edge of the graph; shardings are positions in a list."""
+
+    after: int
+    numel: int
     sent: int
     collectives: int
-    axes: int
-    mask: int
-    step: Step
+    form: StepForm
+
+    def step(self, before: Sharding) -> Step:
+        kind, axes, atom, to_atom, to_axes, after, _, _ = self.form
+        return Step(kind, axes, atom, before, after, to_atom, to_axes, self.numel, self.sent)
 
 
 class StepLimits(NamedTuple):
@@ -145,37 +160,35 @@ class StepGraph:
         sharding = self.shardings[place]
         every = self.made.get(place)
         if every is None:
-            every = self.made[place] = _StepMaker(self, sharding).steps()
+            every = self.made[place] = _StepSizer(self, sharding).steps()
         sums = self.mask(sharding.partial) & limits.active & ~limits.summed
         same = limits.active & ~self.mask(sharding.axes)
         found = []
         kept = tuple(axis for axis in self.names if self.bits[axis] & same & limits.summed)
         # One local step makes all sums that the target wants, because their order does not matter.
         if kept:
-            found.append(self.edge(Step(StepKind.KEEP_ONE, kept, None, sharding, _partial(sharding, kept))))
+            form = _step_form(self.names, StepKind.KEEP_ONE, kept, None, _partial(sharding, kept))
+            found.append(self.edge(form, 0, 0))
         if sums:
             found += [
                 one
                 for one in every.reductions
-                if not one.mask & ~sums and (one.step.atom is None or one.step.atom in limits.cut)
+                if not one.form.mask & ~sums and (one.form.atom is None or one.form.atom in limits.cut)
             ]
         for atom in limits.cut:
             if same:
-                found += [one for one in every.slices[atom] if not one.mask & ~same]
+                found += [one for one in every.slices[atom] if not one.form.mask & ~same]
             movable = len(sharding.splits[atom]) - limits.fixed[atom]
             for one in every.pieces[atom] if movable else ():
-                step = one.step
-                if one.axes > movable or (step.to_atom is not None and step.to_atom not in limits.cut):
+                form = one.form
+                if len(form.axes) > movable or (form.to_atom is not None and form.to_atom not in limits.cut):
                     continue
-                if step.kind is not StepKind.PAD or not one.mask & ~limits.summed:
+                if form.kind is not StepKind.PAD or not form.mask & ~limits.summed:
                     found.append(one)
         return found
 
-    def edge(self, step: Step) -> StepEdge:
-        atoms = [-1 if atom is None else atom for atom in (step.atom, step.to_atom)]
-        rank = (_RANK[step.kind], *atoms, *(self.names.index(axis) for axis in (*step.axes, *step.to_axes)))
-        after, collectives = self.place(step.after), 0 if step.local else 1
-        return StepEdge(after, rank, step.sent_numel, collectives, len(step.axes), self.mask(step.axes), step)
+    def edge(self, form: StepForm, numel: int, sent: int) -> StepEdge:
+        return StepEdge(self.place(form.after), numel, sent, 0 if form.kind in LOCAL else 1, form)
 
 
 def _orders(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -183,42 +196,118 @@ def _orders(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [order for count in range(1, len(axes) + 1) for order in permutations(axes, count)]
 
 
-class _StepMaker:
-    """Builder of the steps from one sharding."""
+@dataclass(frozen=True)
+class _StepForms:
+    """Steps from one sharding: reductions of sums; by atom, slices of it and moves of its pieces."""
+
+    reductions: tuple[StepForm, ...]
+    slices: Mapping[int, tuple[StepForm, ...]]
+    pieces: Mapping[int, tuple[StepForm, ...]]
+
+
+@lru_cache(maxsize=65536)
+def _step_forms(sharding: Sharding, roles: str, names: tuple[str, ...]) -> _StepForms:
+    """Return the steps from a sharding of a tensor, whatever the sizes; exchanges of routed rows are left out."""
+    places = range(len(sharding.splits))
+    sums = tuple(axis for axis in names if axis in sharding.partial)
+    split = {axis for axes in sharding.splits for axis in axes}
+    same = tuple(axis for axis in names if axis not in sharding.partial and axis not in split)
+    # How many rows of a group stand where depends on data: they are neither cut nor joined, only exchanged.
+    plain = [atom for atom in places if not roles or roles[atom] == OTHER]
+    reductions = []
+    for count in range(1, len(sums) + 1):
+        for axes in combinations(sums, count):
+            after = Sharding(sharding.splits, sharding.partial - set(axes))
+            reductions.append(_step_form(names, StepKind.ALL_REDUCE, axes, None, after))
+    for atom in plain:
+        for axes in _orders(sums):
+            after = _cut(Sharding(sharding.splits, sharding.partial - set(axes)), atom, axes)
+            reductions.append(_step_form(names, StepKind.REDUCE_SCATTER, axes, atom, after))
+    slices: dict[int, tuple[StepForm, ...]] = dict.fromkeys(places, ())
+    pieces: dict[int, tuple[StepForm, ...]] = dict.fromkeys(places, ())
+    for atom in plain:
+        cuts = ((axes, _cut(sharding, atom, axes)) for axes in _orders(same))
+        slices[atom] = tuple(_step_form(names, StepKind.SLICE, axes, atom, after) for axes, after in cuts)
+        held = sharding.splits[atom]
+        # A rank can join only pieces that are neighbours, those of the most minor axes.
+        for count in range(1, len(held) + 1):
+            pieces[atom] += tuple(_joins(sharding, atom, held[-count:], names))
+            pieces[atom] += tuple(_exchanges(sharding, atom, held[-count:], plain, names))
+    return _StepForms(tuple(reductions), slices, pieces)
+
+
+def _step_form(
+    names: tuple[str, ...],
+    kind: StepKind,
+    axes: tuple[str, ...],
+    atom: int | None,
+    after: Sharding,
+    to_atom: int | None = None,
+    to_axes: tuple[str, ...] = (),
+) -> StepForm:
+    atoms = [-1 if one is None else one for one in (atom, to_atom)]
+    rank = (_RANK[kind], *atoms, *(names.index(axis) for axis in (*axes, *to_axes)))
+    return StepForm(kind, axes, atom, to_atom, to_axes, after, rank, sum(1 << names.index(axis) for axis in axes))
+
+
+def _joined(sharding: Sharding, atom: int, axes: tuple[str, ...]) -> Sharding:
+    """Return a sharding without the most minor axes of an atom."""
+    splits = list(sharding.splits)
+    splits[atom] = splits[atom][: -len(axes)]
+    return Sharding(tuple(splits), sharding.partial)
+
+
+def _joins(sharding: Sharding, atom: int, axes: tuple[str, ...], names: tuple[str, ...]) -> Iterator[StepForm]:
+    joined = _joined(sharding, atom, axes)
+    yield _step_form(names, StepKind.ALL_GATHER, axes, atom, joined)
+    yield _step_form(names, StepKind.PAD, axes, atom, _partial(joined, axes))
+
+
+def _exchanges(
+    sharding: Sharding, atom: int, axes: tuple[str, ...], reached: Sequence[int], names: tuple[str, ...]
+) -> Iterator[StepForm]:
+    joined = _joined(sharding, atom, axes)
+    for to_atom in reached:
+        for to_axes in permutations(axes):
+            # Within one atom, an exchange that leaves the first axis in place needs only the others.
+            if to_atom != atom or to_axes[0] != axes[0]:
+                after = _cut(joined, to_atom, to_axes)
+                yield _step_form(names, StepKind.ALL_TO_ALL, axes, atom, after, to_atom, to_axes)
+
+
+class _StepSizer:
+    """Builder of the steps from one sharding, with their sizes."""
 
     def __init__(self, space: StepGraph, sharding: Sharding) -> None:
         self.space = space
         self.atoms, self.axes = space.atoms, space.axes
         self.sharding = sharding
+        self.chunk = self._local_numel(sharding)
 
     def steps(self) -> _OutgoingSteps:
-        sharding, places = self.sharding, range(len(self.atoms.sizes))
-        sums = tuple(axis for axis in self.axes if axis in sharding.partial)
-        split = {axis for axes in sharding.splits for axis in axes}
-        same = tuple(axis for axis in self.axes if axis not in sharding.partial and axis not in split)
-        reductions = [self._all_reduce(axes) for count in range(1, len(sums) + 1) for axes in combinations(sums, count)]
-        # How many rows of a group stand where depends on data: they are neither cut nor joined, only exchanged.
-        plain = [atom for atom in places if self.atoms.role(atom) == OTHER]
-        reductions += [self._reduce_scatter(atom, axes) for atom in plain for axes in _orders(sums)]
-        slices: dict[int, list[Step]] = {atom: [] for atom in places}
-        for atom in plain:
-            slices[atom] = [
-                Step(StepKind.SLICE, axes, atom, sharding, _cut(sharding, atom, axes)) for axes in _orders(same)
-            ]
-        pieces: dict[int, list[Step]] = {}
-        for atom in places:
-            held = sharding.splits[atom]
-            # A rank can join only pieces that are neighbours, those of the most minor axes.
-            for count in range(1, len(held) + 1):
-                pieces.setdefault(atom, []).extend(self._from_pieces(atom, held[-count:]))
-        return _OutgoingSteps(
-            self._edges(reductions),
-            {atom: self._edges(found) for atom, found in slices.items()},
-            {atom: self._edges(found) for atom, found in pieces.items()},
-        )
+        forms = _step_forms(self.sharding, self.atoms.roles, self.space.names)
+        pieces = {atom: self._edges((*found, *self._routed(atom))) for atom, found in forms.pieces.items()}
+        slices = {atom: self._edges(found) for atom, found in forms.slices.items()}
+        return _OutgoingSteps(self._edges(forms.reductions), slices, pieces)
 
-    def _edges(self, steps: list[Step]) -> tuple[StepEdge, ...]:
-        return tuple(map(self.space.edge, steps))
+    def _edges(self, forms: Iterable[StepForm]) -> tuple[StepEdge, ...]:
+        return tuple(self.space.edge(form, *self._numel(form)) for form in forms)
+
+    def _numel(self, form: StepForm) -> tuple[int, int]:
+        """Return the elements in the buffer of a step, and those that it sends."""
+        kind, chunk, ranks = form.kind, self.chunk, self._ranks(form.axes)
+        if kind is StepKind.ALL_TO_ALL:
+            assert form.atom is not None
+            assert form.to_atom is not None
+            return chunk, self._exchanged(form.atom, form.axes, form.to_atom, form.to_axes)
+        if kind is StepKind.ALL_REDUCE:
+            # A bandwidth-optimal all-reduce sends 2 (p - 1) / p of its buffer.
+            return chunk, -(-2 * (ranks - 1) * chunk // ranks)
+        if kind is StepKind.REDUCE_SCATTER:
+            chunk = self._local_numel(form.after)
+        elif kind is not StepKind.ALL_GATHER:
+            return 0, 0
+        return chunk * ranks, chunk * (ranks - 1)
 
     def _ranks(self, axes: tuple[str, ...]) -> int:
         return prod(self.axes[axis] for axis in axes)
@@ -231,57 +320,22 @@ class _StepMaker:
         splits = enumerate(sharding.splits)
         return prod(self._extent(atom, split) for atom, split in splits if atom not in leave_out)
 
-    def _from_pieces(self, atom: int, axes: tuple[str, ...]) -> list[Step]:
-        """Return the steps over the most minor axes of an atom: all-gather, pad and all-to-alls."""
-        sharding = self.sharding
-        splits = list(sharding.splits)
-        splits[atom] = splits[atom][: -len(axes)]
-        joined = Sharding(tuple(splits), sharding.partial)
-        chunk = self._local_numel(sharding)
-        numel = chunk * self._ranks(axes)
-        found = []
-        if self.atoms.role(atom) == OTHER:
-            found = [
-                Step(StepKind.ALL_GATHER, axes, atom, sharding, joined, numel=numel, sent_numel=numel - chunk),
-                Step(StepKind.PAD, axes, atom, sharding, _partial(joined, axes)),
-            ]
-        for to_atom in self._reached(atom, axes):
-            for to_axes in permutations(axes):
-                # Within one atom, an exchange that leaves the first axis in place needs only the others.
-                if to_atom != atom or to_axes[0] != axes[0]:
-                    after = _cut(joined, to_atom, to_axes)
-                    sent = self._exchanged(atom, axes, to_atom, to_axes)
-                    ends = sharding, after, to_atom, to_axes
-                    found.append(Step(StepKind.ALL_TO_ALL, axes, atom, *ends, numel=chunk, sent_numel=sent))
-        return found
+    def _routed(self, atom: int) -> Iterator[StepForm]:
+        """Yield the exchanges of the groups of routed rows, or of their rows."""
+        held = self.sharding.splits[atom]
+        for count in range(1, len(held) + 1) if self.atoms.role(atom) != OTHER else ():
+            axes = held[-count:]
+            yield from _exchanges(self.sharding, atom, axes, self._reached(atom, axes), self.space.names)
 
     def _reached(self, atom: int, axes: tuple[str, ...]) -> list[int]:
         """Return the atoms that pieces of an atom may be exchanged for: rows for whole groups, or groups for rows."""
-        role = self.atoms.role(atom)
-        if role == OTHER:
-            return [i for i in range(len(self.atoms.sizes)) if self.atoms.role(i) == OTHER]
-        splits = self.sharding.splits
+        role, splits = self.atoms.role(atom), self.sharding.splits
         return [
             i
             for i, size in enumerate(self.atoms.sizes)
             if self.atoms.role(i) not in (OTHER, role)
             if role == GROUP or size % self._ranks((*splits[i], *axes)) == 0
         ]
-
-    def _all_reduce(self, axes: tuple[str, ...]) -> Step:
-        sharding = self.sharding
-        after = Sharding(sharding.splits, sharding.partial - set(axes))
-        numel, ranks = self._local_numel(sharding), self._ranks(axes)
-        # A bandwidth-optimal all-reduce sends 2 (p - 1) / p of its buffer.
-        sent = -(-2 * (ranks - 1) * numel // ranks)
-        return Step(StepKind.ALL_REDUCE, axes, None, sharding, after, numel=numel, sent_numel=sent)
-
-    def _reduce_scatter(self, atom: int, axes: tuple[str, ...]) -> Step:
-        sharding = self.sharding
-        after = _cut(Sharding(sharding.splits, sharding.partial - set(axes)), atom, axes)
-        chunk = self._local_numel(after)
-        numel = chunk * self._ranks(axes)
-        return Step(StepKind.REDUCE_SCATTER, axes, atom, sharding, after, numel=numel, sent_numel=numel - chunk)
 
     def _exchanged(self, atom: int, axes: tuple[str, ...], to_atom: int, to_axes: tuple[str, ...]) -> int:
         """Return the elements that the busiest rank of an all-to-all sends."""
