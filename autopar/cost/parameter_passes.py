@@ -22,6 +22,8 @@ class ParameterPasses:
     graph: NamedGraph
     axes: SubMesh
     precision: Precision
+    # Elements of the largest shard of each parameter, by sharding: several passes ask for each.
+    numels: dict[tuple[str, Sharding], float]
 
     def cast_bytes(self, name: str, stored: Sharding) -> float:
         """Return the bytes that casting a stored parameter to the dtype of the compute reads and writes."""
@@ -61,7 +63,11 @@ class ParameterPasses:
         return self._numel(name, stored) * states * self.precision.state(tensor.dtype).itemsize
 
     def _numel(self, name: str, sharding: Sharding) -> float:
-        return local_bytes(self.graph, name, sharding, self.axes) / self.graph.tensors[name].dtype.itemsize
+        found = self.numels.get((name, sharding))
+        if found is None:
+            found = local_bytes(self.graph, name, sharding, self.axes) / self.graph.tensors[name].dtype.itemsize
+            self.numels[name, sharding] = found
+        return found
 
 
 def _cast_bytes(numel: float, source: torch.dtype, target: torch.dtype) -> float:

@@ -82,6 +82,7 @@ class TaskBuilder(ParameterPasses):
     compiled: bool = False
     precision: Precision = OWN
     works: dict[Any, OpWork] = field(default_factory=dict)
+    numels: dict[tuple[str, Sharding], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = self.cluster.device
