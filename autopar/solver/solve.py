@@ -43,7 +43,14 @@ from autopar.solver.integer.search_by_program import (
 )
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.search.joined_axes import MOST_AXES
-from autopar.solver.search.phases import Incumbent, SearchPhases, SearchResult, promising_choices, settle
+from autopar.solver.search.phases import (
+    Incumbent,
+    SearchPhases,
+    SearchResult,
+    promising_choices,
+    search_least_memory,
+    settle,
+)
 from autopar.solver.search.prove_small import prove_small
 from autopar.solver.setting import MicroBatchedCall, PlanningProblem
 from autopar.solver.stages import settle_stages, with_call
@@ -230,7 +237,7 @@ def _solved(
         incumbent.tell("strategies", ended.bound)
         is_open = until_one_fits and not incumbent.cannot_fit
         if incumbent.plan is None and ended.is_cut and is_open and solver.method != "ilp":
-            ended = _searched(work, beat_seconds)
+            ended = _searched_on(work, ended, beat_seconds)
     bound, search = max(ended.bound, incumbent.floor), ended.search
     bound_by = ended.bound_by if bound == ended.bound else "peak rate of the devices"
     if search is not None and not ended.is_part:
@@ -290,6 +297,15 @@ def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
     except OutOfTime:
         return SearchResult(None, 0.0, is_cut=True)
     return replace(settle(work), bound=0.0, is_part=True)
+
+
+def _searched_on(work: SearchPhases, ended: SearchResult, beat_seconds: float) -> SearchResult:
+    """Search on while no plan fits: the least memory first; all else, once a plan fits or while time is left."""
+    if len(work.setting.used) <= MOST_AXES:
+        search_least_memory(work)
+        if work.incumbent.plan is None and time.monotonic() > work.deadline:
+            return ended
+    return _searched(work, beat_seconds)
 
 
 def _offer_strategies(incumbent: Incumbent, bound: float, deadline: float, until_one_fits: bool) -> None:

@@ -24,7 +24,10 @@ from autopar.sharding.options import TrainingOptions
 from autopar.solver import Floats
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.model.build import build, plan_of
+from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.objective import Hinges, Sum
+from autopar.solver.search.lower_memory import least_memory
+from autopar.solver.search.phases import Incumbent, SearchPhases
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import SolvedPlan, solve_plan, strategy_plans
 from examples.gpt import gpt
@@ -241,6 +244,20 @@ def test_the_least_memory_that_is_told_is_what_no_search_goes_below() -> None:
     assert found.costs.memory.peak_bytes == least
     with pytest.raises(NoFeasiblePlan):
         solve_plan(graph, {"dp": 8}, CLUSTER, memory_bytes=0.99 * least, time_limit=3600)
+
+
+def test_a_late_search_under_a_limit_prices_a_plan(graph: NamedGraph) -> None:
+    """The time may end after the plans of least memory and before the first multipliers."""
+    setting = PlanningProblem.of(graph, SubMesh.of({"dp": 2, "tp": 2}), CLUSTER, TrainingOptions())
+    bound_layout = BoundLayout(graph, Layout(()), setting.axes)
+    incumbent = Incumbent(setting, 2.0**30, 0.0, None, bound_layout)
+    work = SearchPhases(setting, bound_layout, incumbent, CostTables(setting), 0.0)
+    search = work.search(work.model(is_limited=True), 1.0, deadline=0.0)
+    assert least_memory(search).peak_gib <= 1.0
+    assert search.is_late()
+    search.run()
+    assert len(search.looked) == 1
+    assert search.best == incumbent.seconds < np.inf
 
 
 def test_strategies_are_not_tried_when_it_is_late(graph: NamedGraph, monkeypatch: pytest.MonkeyPatch) -> None:

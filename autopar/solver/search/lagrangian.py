@@ -127,6 +127,8 @@ class LagrangianSearch:
     # No plan that was tried fits, or none can by the estimates of memory.
     is_short: bool = False
     cannot_fit: bool = False
+    # The search ends with its time, also if no plan fits by then.
+    keeps_time: bool = False
     # Lower bounds at some multipliers in which a shared reshard counts once.
     counted: list[tuple[float, Floats]] = field(default_factory=list)
 
@@ -247,7 +249,8 @@ class LagrangianSearch:
 
     def highest_multipliers(self, aim_gib: float) -> Floats:
         """Return the multipliers with the highest bound under a memory estimate of `aim_gib`; no plan is priced."""
-        if not self.planes:
+        # Late or not, one minimum is found: candidates begin from it.
+        if not self.looked:
             self._minimum_at(np.append(np.ones(self.count), np.zeros(len(MOMENTS))))
         upper, prices = self._master(aim_gib)
         for _ in range(MOST_ROUNDS):
@@ -258,7 +261,8 @@ class LagrangianSearch:
         return prices
 
     def is_late(self) -> bool:
-        return time.monotonic() > self.deadline and (self.cannot_fit or bool(np.isfinite(self.best)))
+        ends = self.keeps_time or self.cannot_fit or bool(np.isfinite(self.best))
+        return ends and time.monotonic() > self.deadline
 
     def _candidate(self, prices: Floats, share: float) -> list[int]:
         """Return the minimum at known multipliers, with those of memory a little higher or lower."""

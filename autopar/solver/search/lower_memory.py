@@ -45,7 +45,8 @@ def lower_memory(search: LagrangianSearch, limit_gib: float, least_gib: float) -
 
     Where the estimates prove that none can, search once: the user reads the least that was found.
     """
-    is_hopeless = search.cannot_fit or not may_fit(search, limit_gib)
+    # The plans of least memory are known and none fits: the search begins and ends with its time.
+    search.keeps_time = True
     while time.monotonic() < search.deadline:
         least_gib = min([least_gib, *(one.peak_gib for one in search.found.values())])
         if least_gib <= limit_gib or not np.isfinite(least_gib):
@@ -54,9 +55,10 @@ def lower_memory(search: LagrangianSearch, limit_gib: float, least_gib: float) -
         search.best = np.inf
         search.run()
         splice_plans(search)
+        is_hopeless = search.cannot_fit or not may_fit(search, limit_gib)
         if is_hopeless or min((one.peak_gib for one in search.found.values()), default=np.inf) > search.limit_gib:
             break
-    search.limit_gib = limit_gib
+    search.limit_gib, search.keeps_time = limit_gib, False
 
 
 def may_fit(search: LagrangianSearch, limit_gib: float) -> bool:

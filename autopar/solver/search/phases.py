@@ -66,6 +66,8 @@ class Incumbent:
         self.least_bytes = float("inf")
         self.cannot_fit = False
         """True where the estimates of memory show that no plan fits: the search then ends with its time."""
+        self.tried: set[tuple[PlanningProblem, Recompute]] = set()
+        """Recompute modes of all layers in which the least memory of a problem was searched."""
         self.passed_seconds = float("inf")
         """Seconds of the fastest plan that does not fit."""
 
@@ -120,6 +122,8 @@ class Incumbent:
 
 # Plans of a mesh with joined axes whose choices the whole mesh takes.
 MOST_FOLLOWED = 2
+# Recompute modes that save more than to recompute whole layers.
+LESS_RECOMPUTED: tuple[Recompute, ...] = ("none", "selective")
 # Fraction of the time for the search without a memory limit.
 FREE_SHARE = 0.5
 
@@ -311,16 +315,21 @@ def without_offload(work: SearchPhases) -> SearchPhases:
 def search_least_memory(work: SearchPhases, only_one: bool = False, is_hopeless: bool = False) -> None:
     """Search the plans of least memory, with all layers recomputed in one way; offer them to the incumbent.
 
-    `only_one`: stop when a plan fits. `is_hopeless`: stop with the time, as none will.
+    `only_one`: stop when a plan fits. `is_hopeless`: stop with the time, as none will. Beyond the time no mode is tried
+    that recomputes less than another one: it saves more. No mode is tried twice.
     """
-    for mode in reversed(work.setting.modes if work.layers else STATES[:1]):
-        incumbent = work.incumbent
+    incumbent, modes = work.incumbent, work.setting.modes if work.layers else STATES[:1]
+    for mode in reversed(modes):
         if only_one and incumbent.plan is not None:
             return
-        if is_hopeless and np.isfinite(incumbent.least_bytes) and time.monotonic() > work.deadline:
+        is_less = is_hopeless or (mode in LESS_RECOMPUTED and mode != modes[-1])
+        if is_less and np.isfinite(incumbent.least_bytes) and time.monotonic() > work.deadline:
             return
+        if (work.setting, mode) in incumbent.tried:
+            continue
         model = work.model(is_limited=True, recompute=dict.fromkeys(work.layers, mode))
-        least_memory(work.search(model, work.incumbent.limit / 2**30, np.inf))
+        least_memory(work.search(model, incumbent.limit / 2**30, np.inf))
+        incumbent.tried.add((work.setting, mode))
 
 
 def promising_choices(work: SearchPhases) -> AxisRoles:
