@@ -41,7 +41,7 @@ from autopar.sharding.pipelining import (
     with_stages,
     without_stages,
 )
-from autopar.sharding.reshard.reshard import NoSteps, Reshard, reshard
+from autopar.sharding.reshard.reshard import NoSteps, reshard
 from autopar.sharding.sharding import MICRO, Atoms, Sharding, atoms_of, with_time
 from autopar.sharding.shares import with_shares
 from autopar.sharding.verify import verify_assignment
@@ -369,9 +369,7 @@ class _Propagation:
     def sent_bytes(self) -> float:
         """Return the bytes that all ops send; ops of equal needs share a reshard."""
         # By tensor and shardings, so that a reshard that several ops share counts once.
-        found: dict[_Sent, float] = {}
-        for node in self.graph.nodes:
-            found.update(self._sent(node, self.ops[node.name]))
+        found = dict(one for node in self.graph.nodes for one in self._sent(node, self.ops[node.name]))
         return sum(found.values())
 
     def _sent_below(self, least: float, node: NamedNode, op_assignment: OpAssignment) -> float | None:
@@ -391,10 +389,8 @@ class _Propagation:
                 yield (name, source, wanted), self._bytes(self.graph.tensors[name], source, wanted)
         split = lowered_context(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.axes)
         if split is not None:
-            inside = [
-                sent_numel(message.reshard, message.differentiable) * message.itemsize for message in split.messages()
-            ]
-            yield (node.name, None, None), sum(inside)
+            found = ((one.reshard.sent_numel(one.differentiable), one.itemsize) for one in split.messages())
+            yield (node.name, None, None), sum(numel * itemsize for numel, itemsize in found)
         for name, produced, result in zip(node.outputs, op_assignment.produced, op_assignment.results, strict=True):
             if name is not None and produced is not None and result is not None:
                 yield (name, produced, result), self._bytes(self.graph.tensors[name], produced, result)
@@ -406,7 +402,7 @@ class _Propagation:
         priced = self.cache.sent_numel
         if key not in priced:
             try:
-                priced[key] = sent_numel(reshard(atoms, source, target, self.axes), tensor.requires_grad)
+                priced[key] = reshard(atoms, source, target, self.axes).sent_numel(tensor.requires_grad)
             except NoSteps:
                 priced[key] = inf
         return priced[key] * tensor.element_bytes
@@ -449,9 +445,3 @@ class _Propagation:
         if can_split(node, site, axes, self.axes, uneven=True):
             return f"the factor {site[0]} can be split by {over}, but not with what its other operands or results need"
         return f"the factor {site[0]} cannot be split by {over}: the op needs all of it"
-
-
-def sent_numel(found: Reshard, differentiable: bool) -> int:
-    """Return the number of elements that the busiest rank sends, forward and backward."""
-    steps = (*found.forward, *found.backward) if differentiable else found.forward
-    return sum(step.sent_numel for step in steps)

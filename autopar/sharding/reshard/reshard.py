@@ -67,6 +67,11 @@ class Reshard:
     def gradient(self) -> Reshard:
         return Reshard(self.atoms, self.axes, self.target.gradient, self.source.gradient, self.backward, self.forward)
 
+    def sent_numel(self, differentiable: bool) -> int:
+        """Return the number of elements that the busiest rank sends, forward and backward."""
+        steps = (*self.forward, *self.backward) if differentiable else self.forward
+        return sum(step.sent_numel for step in steps)
+
     def __str__(self) -> str:
         ways = [", ".join(map(str, way)) or "nothing" for way in (self.forward, self.backward)]
         return f"{self.source} -> {self.target}: forward {ways[0]}; backward {ways[1]}"
