@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -136,3 +137,85 @@ def test_calls_of_a_line_equal_emitted_ones() -> None:
             assert counts["of lines"] > 0
         assert one["lengths"]["megatron"][1] == {"of lines": 4, "emitted": 4}
         assert one["forgetful"][0] < 1e-12
+
+
+# -- models of transformers --------------------------------------------------------------------------------------------
+
+
+def published(name: str) -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            **small, intermediate_size=32, num_key_value_heads=2, bos_token_id=1, eos_token_id=None, pad_token_id=0
+        )
+        model = transformers.LlamaForCausalLM(config)
+    elif name == "gpt2":
+        config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=4, n_positions=48)
+        for rate in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            setattr(config, rate, 0.0)
+        model = transformers.GPT2LMHeadModel(config)
+    elif name == "bert":
+        rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**small, intermediate_size=32, **rates))
+    else:
+        config = transformers.T5Config(
+            vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+        model = transformers.T5ForConditionalGeneration(config)
+
+    def make(batch: int, seq: int) -> dict[str, Any]:
+        torch.manual_seed(batch * seq)
+        ids = torch.randint(1, 32, (batch, seq))
+        mask = torch.ones_like(ids)
+        mask[0, seq // 2 + 1 :] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids if name != "t5" else ids[:, :1].repeat(1, 7)}
+
+    return model.double(), make
+
+
+def trained(name: str, mesh: str, layout: str) -> Any:
+    model, make = published(name)
+    # The positions of the GPT-2 end at 48; the batch grows at last.
+    sizes = [(4, 16), (4, 12), (4, 18), (4, 13), (4, 23), (4, 7), (4, 40), (4, 1), (2, 12), (6, 12), (8, 12), (10, 12)]
+    # One token has no next one: the loss of a causal model is a mean of nothing.
+    kept = [size for size in sizes if size != (4, 1) or name in ("bert", "t5")]
+    return run(model, make, kept, mesh, layout)
+
+
+def generated() -> dict[str, Any]:
+    model = published("llama")[0].eval()
+    found = {}
+    for cached in (True, False):
+        parallel = autopar.parallelize(
+            deepcopy(model), "tp=2", {"input_ids": torch.ones(2, 7).long()}, layout="megatron"
+        )
+        parallel.eval()
+        torch.manual_seed(0)
+        ids = torch.randint(1, 32, (2, 7))
+        with torch.no_grad():
+            wanted, own = (
+                each.generate(ids, max_new_tokens=20, do_sample=False, use_cache=cached) for each in (model, parallel)
+            )
+        found[cached] = torch.equal(wanted, own), parallel._plans.kept.emitted
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize(("mesh", "layout"), [("dp=2", "zero1"), ("tp=2", "megatron"), ("fsdp=2", "fsdp")])
+def test_published_models_at_many_sizes(name: str, mesh: str, layout: str) -> None:
+    for worst, counts in launch(trained, name, mesh, layout, ranks=2):
+        # transformers computes losses in float32.
+        assert worst < 1e-5
+        assert counts["of lines"] >= 3, counts
+
+
+@pytest.mark.slow
+def test_growing_sequences_generate_the_same_tokens() -> None:
+    for one in launch(generated, ranks=2):
+        for same, emitted in one.values():
+            assert same
+            assert emitted < 14
