@@ -71,7 +71,7 @@ class PlanRecord:
     # `search`, or the program that proved the bound.
     bound_by: str = ""
     # Sentences about dims that the layout leaves whole, as its axes do not divide them.
-    left_whole: tuple[str, ...] = ()
+    left_whole: tuple[str, ...] = field(default=(), repr=False)
 
     @cached_property
     def costs(self) -> Costs:
