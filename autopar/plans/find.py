@@ -18,6 +18,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans import cache
 from autopar.plans.best_loss import with_best_loss
+from autopar.plans.best_shape import best_of_shapes
 from autopar.plans.cluster_here import cluster_here
 from autopar.plans.group_capacity import in_slots
 from autopar.plans.loss_pieces import stated_graph
@@ -38,9 +39,8 @@ from autopar.sharding.time_slice import propagate_plan, step_plan
 from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.integer.choice import SEARCH, SolverChoice
-from autopar.solver.shapes import PricedShape, ShapeSearch
+from autopar.solver.shapes import ShapeSearch
 from autopar.solver.solve import SolvedPlan, check_in_time, uncollected
-from autopar.solver.staged_plan import StagedPlan, with_bound
 
 __all__ = [
     "PlanRequest",
@@ -58,9 +58,6 @@ PLANNED_SHARE = 0.9
 
 # A bound further below the step time says nothing about the plan: it is the time of the products alone.
 LARGEST_GAP = 0.9
-
-# A shape with stages is not followed if its estimate is this factor above the price of a plan.
-ESTIMATE_ERROR = 1.01
 
 
 @dataclass(frozen=True)
@@ -174,45 +171,19 @@ def _proposed(
     graph: NamedGraph, devices: int, request: PlanRequest, progress: Callable[[Progress], None] | None
 ) -> Plan | None:
     """Return the best plan on any mesh, by its shapes; None if the model has no such shapes, or if none fits."""
-    began, cluster = time.monotonic(), request.cluster_value()
+    ends, cluster = time.monotonic() + request.time_limit, request.cluster_value()
     limit = request.limit_bytes(cluster, None)
     options = request.options_on(Mesh("dp=1"))
-    search = ShapeSearch.of(graph, cluster, options, devices, limit, began + request.time_limit / 2)
-    if search is not None:
-        search.gives_up = began + request.time_limit
+    search = ShapeSearch.of(graph, cluster, options, devices, limit, ends - request.time_limit / 2)
     if search is None:
         return None
-    best: Plan | None = None
-    staged: list[StagedPlan] = []
-    beat = math.inf
-    for priced in search.promising():
-        left = max(1.0, began + request.time_limit - time.monotonic())
-        try:
-            if priced.shape.stages > 1:
-                if priced.seconds > ESTIMATE_ERROR * beat:
-                    continue
-                one = StagedPlan(search, priced)
-                if one.fits:
-                    staged.append(one)
-                    beat = min(beat, one.likely_seconds)
-                continue
-            count = priced.shape.count
-            layout = Layout((MicroBatches(count),)) if count > 1 else None
-            found = _in_micro_batches(graph, _mesh_of(priced), layout, request, progress, left, beat)
-        except (NoFeasiblePlan, LayoutError):
-            continue
-        if found.step_seconds < beat:
-            best, beat = replace(found, within_layout=False), found.step_seconds
-    if staged:
-        min(staged, key=lambda one: one.likely_seconds).improved()
-        priced, solved = min(((one.priced, one.solved) for one in staged), key=lambda one: one[1].costs.step_seconds)
-        if best is None or solved.costs.step_seconds < best.step_seconds:
-            return _plan_of(graph, with_bound(search, priced, solved), _mesh_of(priced), cluster, limit)
-    return best
+    search.gives_up = ends
 
+    def on_mesh(mesh: Mesh, layout: Layout | None, seconds: float, beat_seconds: float) -> Plan:
+        each = replace(request, until_one_fits=request.until_one_fits and beat_seconds == math.inf)
+        return _in_micro_batches(graph, mesh, layout, each, progress, seconds, beat_seconds)
 
-def _mesh_of(priced: PricedShape) -> Mesh:
-    return Mesh(",".join(f"{axis}={size}" for axis, size in priced.shape.mesh.items()))
+    return best_of_shapes(search, ends, on_mesh, lambda found, mesh: _plan_of(graph, found, mesh, cluster, limit))
 
 
 def _with_open_micro(graph: NamedGraph, meshes: Sequence[Mesh], layout: str | Path | Layout | None) -> Layout | None:

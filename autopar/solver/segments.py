@@ -33,7 +33,16 @@ from autopar.sharding.time_slice import slice_in_time, time_assignment
 from autopar.solver import Floats
 from autopar.solver.model.recompute_variables import STATES, layers_of
 
-__all__ = ["STAGES", "ModelCosts", "SegmentCosts", "least_sent_bytes", "model_costs", "segments_of", "spread"]
+__all__ = [
+    "STAGES",
+    "ModelCosts",
+    "SegmentCosts",
+    "least_sent_bytes",
+    "model_costs",
+    "segments_of",
+    "spread",
+    "stages_of",
+]
 
 # Axis of the stages in meshes that the search proposes.
 STAGES = "pp"
@@ -164,6 +173,14 @@ def staged(
     return Pipelining(statement.axis, mesh, statement.schedule, statement.chunks, statement.more, parts, held)
 
 
+def stages_of(
+    short: ShortGraph, micro: MicroBatches, axes: SubMesh, every: Sequence[tuple[str, tuple[str, ...]]]
+) -> Pipelining:
+    """Return the segments of a short graph as stages; a model of which no stage can be made raises."""
+    parts = {op: number for number, (_, ops) in enumerate(every) for op in ops}
+    return staged(short.graph, micro, axes, parts, PipelineStatement(STAGES, "1f1b"), len(every))
+
+
 def model_costs(
     short: ShortGraph,
     plan: StepPlan,
@@ -180,10 +197,7 @@ def model_costs(
     first modes. Equal layers are priced once.
     """
     every = segments_of(short.graph, micro)
-    parts = {op: number for number, (_, ops) in enumerate(every) for op in ops}
-    statement = PipelineStatement(STAGES, "1f1b")
-    stages = staged(short.graph, micro, plan.axes, parts, statement, len(every))
-    assignment = replace(plan.assignment, pipelining=stages)
+    assignment = replace(plan.assignment, pipelining=stages_of(short, micro, plan.axes, every))
     same = _equal_segments(short, assignment, every)
     by_mode: dict[Recompute, tuple[SegmentCosts, ...]] = {} if begun is None else dict(begun.by_mode)
     inputs, near = 0.0 if begun is None else begun.inputs_bytes, begun or like

@@ -33,7 +33,7 @@ from autopar.sharding.reshard.reshard import NoSteps
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver import Floats
 from autopar.solver.infeasible import NoFeasiblePlan
-from autopar.solver.segments import STAGES, ModelCosts, model_costs, on_axes, segments_of
+from autopar.solver.segments import STAGES, ModelCosts, model_costs, on_axes, segments_of, stages_of
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.short_plans import BATCH, DATA, EXPERT, MODEL, short_plans
 from autopar.solver.stage_design import SCHEDULES, ScheduleChoice, StageDesign, design_stages, least_seconds
@@ -128,7 +128,17 @@ class ShapeSearch:
         short = shorten(graph) if graph.exported.grad_enabled and options.micro_batches == 1 else None
         if short is None or BATCH not in graph.dims or graph.dims[BATCH].size < 2:
             return None
-        return ShapeSearch(graph, short, cluster, options, devices, limit, deadline)
+        found = ShapeSearch(graph, short, cluster, options, devices, limit, deadline)
+        try:
+            found.segments()
+        except LayoutError:  # such as a loss over pairs of samples
+            return None
+        return found
+
+    def segments(self) -> None:
+        """Raise unless segments of the model may be stages."""
+        every = segments_of(self.short.graph, self._some_micro)
+        stages_of(self.short, self._some_micro, SubMesh({DATA: self.devices}), every)
 
     @property
     def best(self) -> float:
@@ -164,9 +174,15 @@ class ShapeSearch:
                 found.setdefault(tuple(one.shape.mesh.items()), one)
         return list(found.values())[:MOST_FOLLOWED]
 
+    def alone(self) -> list[Shape]:
+        """Return the shapes of one stage and whole batches whose parameters fit, those that fill a node first."""
+        node = min(self.cluster.ranks_per_node or self.devices, self.devices)
+        every = [one for one in self.shapes() if one.stages == 1 == one.count and self.stages_for(one.split) == 1]
+        return sorted(every, key=lambda one: abs(math.log(one.model * one.expert / node)))
+
     def _price_all(self, shapes: Sequence[Shape]) -> None:
         """Price the shapes of as many model ranks that may be the best."""
-        ideal, layers = self._ideal_seconds, self.layers
+        ideal, layers = self.ideal_seconds, self.layers
 
         def order(shape: Shape) -> tuple[float, float]:
             # Stages are best as few as memory allows: such shapes come first, as they rule most others out.
@@ -239,14 +255,26 @@ class ShapeSearch:
         return MicroBatches(next(count for count in range(2, batch + 1) if batch % count == 0), BATCH)
 
     @cached_property
-    def _ideal_seconds(self) -> float:
-        """Return the time of the whole model's ops on one rank, split equally over all."""
-        micro = MicroBatches(self.graph.dims[BATCH].size, BATCH)
-        setting = PlanningProblem.of(slice_in_time(self.short.graph, micro), SubMesh({}), self.cluster, self.options)
-        total = 0.0
+    def ideal_seconds(self) -> float:
+        """Return the time of the whole model's ops on one rank with the whole batch, split equally over all.
+
+        Ops of fewer rows take no less time for each row.
+        """
+        return self._seconds_of(self.short.graph)
+
+    @cached_property
+    def row_factor(self) -> float:
+        """Return how many times as long a row takes by itself as in the whole batch: launches of short ops."""
+        batch = self.graph.dims[BATCH].size
+        return (
+            batch * self._seconds_of(slice_in_time(self.short.graph, MicroBatches(batch, BATCH))) / self.ideal_seconds
+        )
+
+    def _seconds_of(self, graph: NamedGraph) -> float:
+        setting, total = PlanningProblem.of(graph, SubMesh({}), self.cluster, self.options), 0.0
         for path, ops in segments_of(self.short.graph, self._some_micro):
             total += self.short.counts.get(path, 1) * sum(setting.whole_seconds[op] for op in ops)
-        return total * micro.count / self.devices
+        return total / self.devices
 
     @cached_property
     def _modes(self) -> tuple[Recompute, ...]:
