@@ -21,7 +21,7 @@ from autopar.solver.shapes import Shape, ShapeSearch
 from autopar.solver.solve import SolvedPlan
 from autopar.solver.staged_plan import StagedPlan, with_bound
 
-__all__ = ["best_of_shapes"]
+__all__ = ["best_of_shapes", "share_of"]
 
 # A shape with stages is not followed if its estimate is this factor above the price of a plan.
 ESTIMATE_ERROR = 1.01
@@ -73,6 +73,14 @@ def best_of_shapes(
     return best
 
 
+def share_of(left: float, searches: int) -> float:
+    """Return the seconds of the next of some searches, the likeliest of which comes first.
+
+    Half of what is left: a search that is cut short finds published strategies alone. The others have what it leaves.
+    """
+    return left if searches == 1 else left / 2
+
+
 def _best_by_itself(meshes: list[Mesh], best: Plan | None, beat: float, ends: float, on_mesh: OnMesh) -> Plan | None:
     """Return the best plan of some meshes if it is faster than one that was found."""
     for number, mesh in enumerate(meshes):
@@ -80,7 +88,7 @@ def _best_by_itself(meshes: list[Mesh], best: Plan | None, beat: float, ends: fl
         if left <= 0.0:
             break
         try:
-            found = on_mesh(mesh, None, left / (len(meshes) - number), beat)
+            found = on_mesh(mesh, None, share_of(left, len(meshes) - number), beat)
         except (NoFeasiblePlan, LayoutError):
             continue
         if found.step_seconds < beat:

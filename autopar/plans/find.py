@@ -18,7 +18,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans import cache
 from autopar.plans.best_loss import with_best_loss
-from autopar.plans.best_shape import best_of_shapes
+from autopar.plans.best_shape import best_of_shapes, share_of
 from autopar.plans.cluster_here import cluster_here
 from autopar.plans.group_capacity import in_slots
 from autopar.plans.loss_pieces import stated_graph
@@ -123,7 +123,7 @@ def plan_graph(
     progress: Callable[[Progress], None] | None = None,
     ends: float | None = None,
 ) -> Plan:
-    """Return the best plan on the best of some meshes.
+    """Return the best plan on the best of some meshes, those first whose minor axis fills a node.
 
     All searches end at `ends`, or after the time limit; where nothing fits on the first mesh, no other passes it.
     """
@@ -138,14 +138,13 @@ def plan_graph(
     each = replace(request, time_limit=request.time_limit / len(meshes))
     best: Plan | None = None
     refused: list[tuple[Mesh, AutoparError]] = []
-    for number, mesh in enumerate(meshes):
-        if refused and best is None:
-            if time.monotonic() > ends:
+    for number, mesh in enumerate(_likely_first(meshes, request.cluster_value())):
+        left = ends - time.monotonic()
+        if number:
+            if left <= 0.0:
                 break
             each = replace(each, until_one_fits=False)
-        # A mesh that is ruled out early leaves its time to the later ones.
-        seconds = max(each.time_limit, (ends - time.monotonic()) / (len(meshes) - number))
-        seconds = seconds if each.until_one_fits else min(seconds, ends - time.monotonic())
+        seconds = share_of(left, len(meshes) - number)
         beat = math.inf if best is None else best.step_seconds
         try:
             found = _in_micro_batches(graph, mesh, layout, each, progress, seconds, beat)
@@ -167,6 +166,12 @@ def plan_graph(
     return best if layout is None else under_layout(best, layout)
 
 
+def _likely_first(meshes: Sequence[Mesh], cluster: Cluster) -> list[Mesh]:
+    """Return meshes in the order of how well the ranks of the minor axis fill a node."""
+    node = min(cluster.ranks_per_node or meshes[0].size, meshes[0].size)
+    return sorted(meshes, key=lambda mesh: abs(math.log(list(mesh.whole.values())[-1] / node)))
+
+
 def _proposed(
     graph: NamedGraph, devices: int, request: PlanRequest, progress: Callable[[Progress], None] | None
 ) -> Plan | None:
@@ -180,7 +185,9 @@ def _proposed(
     search.gives_up = ends
 
     def on_mesh(mesh: Mesh, layout: Layout | None, seconds: float, beat_seconds: float) -> Plan:
-        each = replace(request, until_one_fits=request.until_one_fits and beat_seconds == math.inf)
+        # Plans of less time are kept apart from those of the whole limit.
+        until = request.until_one_fits and beat_seconds == math.inf
+        each = replace(request, until_one_fits=until, time_limit=min(request.time_limit, seconds))
         return _in_micro_batches(graph, mesh, layout, each, progress, seconds, beat_seconds)
 
     return best_of_shapes(search, ends, on_mesh, lambda found, mesh: _plan_of(graph, found, mesh, cluster, limit))

@@ -10,6 +10,8 @@ import transformers
 from torch import nn
 
 import autopar
+from autopar.plans import find
+from examples.mlp import mlp
 
 DEVICES = 16
 
@@ -53,3 +55,25 @@ def test_a_loss_over_pairs_of_samples_takes_no_stages() -> None:
     found = planned(model, inputs, "?")
     assert found.decided.assignment.pipelining is None
     assert found.fits
+
+
+def test_meshes_that_fill_a_node_come_first_and_have_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, float]] = []
+    search = find._in_micro_batches
+
+    def noted(
+        graph: Any, mesh: autopar.Mesh, layout: Any, request: Any, progress: Any, seconds: float, beat: float
+    ) -> Any:
+        seen.append((mesh.axes["tp"] or 0, seconds))
+        return search(graph, mesh, layout, request, progress, seconds, beat)
+
+    monkeypatch.setattr(find, "_in_micro_batches", noted)
+    model, inputs = mlp(batch=64)
+    autopar.plan(model, "dp=?,tp=?", inputs, cluster="h100", devices=32, time_limit=64, cache=False)
+    order, shares = [ranks for ranks, _ in seen], [seconds for _, seconds in seen]
+    assert order[0] == 8
+    assert sorted(order) == [1, 2, 4, 8, 16, 32]
+    assert order[-1] in (1, 32)
+    assert shares[0] == pytest.approx(32, abs=1)
+    # What the first leaves goes to the others.
+    assert shares[1] > 20
