@@ -29,8 +29,9 @@ ESTIMATE_ERROR = 1.01
 # much longer than equal shares of the work leaves room for a faster one.
 TOO_HIGH = 1.25
 
-# The best plan on a mesh under a layout, found within some seconds; it has to be faster than others.
-OnMesh = Callable[[Mesh, Layout | None, float, float], Plan]
+# The best plan on a mesh under a layout, found within some seconds; it has to be faster than others. The last number is
+# that of the meshes among which the time is shared.
+OnMesh = Callable[[Mesh, Layout | None, float, float, int], Plan]
 
 
 def best_of_shapes(
@@ -55,7 +56,7 @@ def best_of_shapes(
             count = priced.shape.count
             if count == 1:
                 followed.add(mesh)
-            found = on_mesh(mesh, Layout((MicroBatches(count),)) if count > 1 else None, left, beat)
+            found = on_mesh(mesh, Layout((MicroBatches(count),)) if count > 1 else None, left, beat, 1)
         except (NoFeasiblePlan, LayoutError):
             continue
         if found.step_seconds < beat:
@@ -88,7 +89,7 @@ def _best_by_itself(meshes: list[Mesh], best: Plan | None, beat: float, ends: fl
         if left <= 0.0:
             break
         try:
-            found = on_mesh(mesh, None, share_of(left, len(meshes) - number), beat)
+            found = on_mesh(mesh, None, share_of(left, len(meshes) - number), beat, len(meshes))
         except (NoFeasiblePlan, LayoutError):
             continue
         if found.step_seconds < beat:

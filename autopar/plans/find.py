@@ -168,7 +168,7 @@ def plan_graph(
 
 def _likely_first(meshes: Sequence[Mesh], cluster: Cluster) -> list[Mesh]:
     """Return meshes in the order of how well the ranks of the minor axis fill a node."""
-    node = min(cluster.ranks_per_node or meshes[0].size, meshes[0].size)
+    node = cluster.ranks_together(meshes[0].size)
     return sorted(meshes, key=lambda mesh: abs(math.log(list(mesh.whole.values())[-1] / node)))
 
 
@@ -184,10 +184,10 @@ def _proposed(
         return None
     search.gives_up = ends
 
-    def on_mesh(mesh: Mesh, layout: Layout | None, seconds: float, beat_seconds: float) -> Plan:
-        # Plans of less time are kept apart from those of the whole limit.
+    def on_mesh(mesh: Mesh, layout: Layout | None, seconds: float, beat_seconds: float, shared: int) -> Plan:
         until = request.until_one_fits and beat_seconds == math.inf
-        each = replace(request, until_one_fits=until, time_limit=min(request.time_limit, seconds))
+        # The cache finds a plan by its time limit: the same share in each run.
+        each = replace(request, until_one_fits=until, time_limit=request.time_limit / shared)
         return _in_micro_batches(graph, mesh, layout, each, progress, seconds, beat_seconds)
 
     return best_of_shapes(search, ends, on_mesh, lambda found, mesh: _plan_of(graph, found, mesh, cluster, limit))
