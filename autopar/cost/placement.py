@@ -32,8 +32,7 @@ Capacities = tuple[int | None, ...]
 def ranks_per_unit(sizes: Sizes, capacities: Capacities) -> tuple[int, ...]:
     """Return the number of ranks in a unit of each level, but for the last one in use."""
     everyone = max(1, prod(size for _, size in sizes))
-    # Ranks of a group along the minor axes, with each axis more.
-    groups = list(accumulate((size for _, size in reversed(sizes)), mul))
+    groups = _minor_groups(sizes)
     found: list[int] = []
     below = 1
     for level, units in enumerate(capacities):
@@ -60,7 +59,7 @@ def _without_straddling(everyone: int, most: int, below: int, groups: Sequence[i
 
 def free_places(sizes: Sizes, capacities: Capacities) -> dict[int, tuple[int, int]]:
     """Return the levels whose units leave places free: the ranks of a unit, and how many it holds."""
-    found, below, most = {}, 1, 1
+    found, below = {}, 1
     for level, (ranks, units) in enumerate(zip(ranks_per_unit(sizes, capacities), capacities, strict=True)):
         most = below * (units or 1)
         if ranks < most < prod(size for _, size in sizes):
@@ -164,5 +163,9 @@ def _groups(sizes: Sizes, axes: tuple[str, ...]) -> np.ndarray:
 
 def _are_alike(sizes: Sizes, filled: Sequence[int]) -> bool:
     """Return whether each group along minor axes lies in one unit of a level, or fills whole ones."""
-    groups = list(accumulate((size for _, size in reversed(sizes)), mul))
-    return all(not (ranks % group and group % ranks) for ranks in filled for group in groups)
+    return all(not (ranks % group and group % ranks) for ranks in filled for group in _minor_groups(sizes))
+
+
+def _minor_groups(sizes: Sizes) -> list[int]:
+    """Return the ranks of a group along the minor axes, with each axis more."""
+    return list(accumulate((size for _, size in reversed(sizes)), mul))

@@ -29,13 +29,7 @@ from autopar.runtime.agreement import Agreement, PendingCheck, graph_facts
 from autopar.runtime.call_outputs import with_plain
 from autopar.runtime.call_planner import Planner
 from autopar.runtime.called_module import CalledModule, check_part, part_of, with_whole
-from autopar.runtime.check_inputs import (
-    PlacementsError,
-    check_devices,
-    check_values,
-    held_shards,
-    is_sharded,
-)
+from autopar.runtime.check_inputs import PlacementsError, check_devices, check_values, held_shards, is_sharded
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
 from autopar.runtime.first_rank import FirstRank
 from autopar.runtime.garbage import collected_later

@@ -146,7 +146,7 @@ class ShapeSearch:
 
     def run(self) -> list[PricedShape]:
         """Return the shapes that have plans, fastest first."""
-        node = min(self.cluster.ranks_per_node or self.devices, self.devices)
+        node = self.cluster.ranks_together(self.devices)
         by_split: dict[Split, list[Shape]] = {}
         for shape in self.shapes():
             by_split.setdefault(shape.split, []).append(shape)
@@ -176,7 +176,7 @@ class ShapeSearch:
 
     def alone(self) -> list[Shape]:
         """Return the shapes of one stage and whole batches whose parameters fit, those that fill a node first."""
-        node = min(self.cluster.ranks_per_node or self.devices, self.devices)
+        node = self.cluster.ranks_together(self.devices)
         every = [one for one in self.shapes() if one.stages == 1 == one.count and self.stages_for(one.split) == 1]
         return sorted(every, key=lambda one: abs(math.log(one.model * one.expert / node)))
 

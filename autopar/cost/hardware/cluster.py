@@ -173,6 +173,10 @@ class Cluster:
         """Return the number of devices that the innermost links join; None: any number."""
         return self.level[0].units
 
+    def ranks_together(self, ranks: int) -> int:
+        """Return how many of some ranks the innermost links join."""
+        return min(self.ranks_per_node or ranks, ranks)
+
     def levels_of(self, part: str) -> tuple[TopologyLevel, ...]:
         """Return the levels as the units of a part have them; of units that no part names for the empty name."""
         own = {level.name: level for one in self.part if one.name == part for level in one.links}
