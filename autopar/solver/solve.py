@@ -42,11 +42,11 @@ from autopar.solver.integer.search_by_program import (
     unsolved_error,
 )
 from autopar.solver.model.cost_tables import CostTables
-from autopar.solver.search.joined_axes import MOST_AXES
 from autopar.solver.search.phases import (
     Incumbent,
     SearchPhases,
     SearchResult,
+    is_searched_whole,
     promising_choices,
     search_least_memory,
     settle,
@@ -286,11 +286,11 @@ def _offer_known(incumbent: Incumbent, warm: StepPlan | None) -> None:
 
 
 def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
-    """Search the mesh; of a mesh of many axes, search joined axes first.
+    """Search the mesh; of a mesh of many axes, search joined axes first, unless the graph has few choices.
 
     The second search covers part of the choices, so its bound does not hold for all plans.
     """
-    if len(work.setting.used) <= MOST_AXES:
+    if is_searched_whole(work):
         return settle(work, beat_seconds)
     try:
         work = replace(work, ways=promising_choices(work))
@@ -301,7 +301,7 @@ def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
 
 def _searched_on(work: SearchPhases, ended: SearchResult, beat_seconds: float) -> SearchResult:
     """Search on while no plan fits: the least memory first; all else, once a plan fits or while time is left."""
-    if len(work.setting.used) <= MOST_AXES:
+    if is_searched_whole(work):
         search_least_memory(work)
         if work.incumbent.plan is None and time.monotonic() > work.deadline:
             return ended

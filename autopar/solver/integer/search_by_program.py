@@ -132,10 +132,14 @@ class _Solved:
 
 
 def _free(solved: _Solved) -> float:
+    """Solve the program without a limit; return the bound on all plans, with recomputation too.
+
+    A plan that does not fit may fit with recomputation, in no less time. So the bound is at most its time.
+    """
     solved.solve(np.inf)
     if solved.is_small:
         solved.refine(np.inf, MOST_EXCLUDED)
-    return solved.bound(np.inf)
+    return min(solved.bound(np.inf), solved.work.incumbent.passed_seconds)
 
 
 def _under_limit(solved: _Solved) -> float:

@@ -23,6 +23,7 @@ from autopar.sharding.offload import offloaded
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver import Floats, Progress
+from autopar.solver.candidates import options_of
 from autopar.solver.infeasible import OutOfTime
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.cost_tables import CostTables
@@ -30,10 +31,10 @@ from autopar.solver.model.guard_factors import forbid_broken
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import HOST
 from autopar.solver.model.recompute_variables import STATES, layers_of
-from autopar.solver.search.joined_axes import AxisRoles, JoinedAxes, joined_meshes, ways_of
+from autopar.solver.search.joined_axes import MOST_AXES, AxisRoles, JoinedAxes, joined_meshes, ways_of
 from autopar.solver.search.lagrangian import LagrangianSearch
 from autopar.solver.search.lower_memory import least_memory, lower_memory, may_fit, splice_plans
-from autopar.solver.search.prove_small import is_small
+from autopar.solver.search.prove_small import SMALL, is_small
 from autopar.solver.setting import PlanningProblem
 
 
@@ -330,6 +331,21 @@ def search_least_memory(work: SearchPhases, only_one: bool = False, is_hopeless:
         model = work.model(is_limited=True, recompute=dict.fromkeys(work.layers, mode))
         least_memory(work.search(model, incumbent.limit / 2**30, np.inf))
         incumbent.tried.add((work.setting, mode))
+
+
+# Choices of all ops at most, of a graph that is searched whole on a mesh of many axes.
+MOST_CHOICES = 600
+
+
+def is_searched_whole(work: SearchPhases) -> bool:
+    """Return whether the search covers all choices: on few axes, or of a small graph."""
+    setting = work.setting
+    if len(setting.used) <= MOST_AXES:
+        return True
+    if len(setting.graph.nodes) > SMALL:
+        return False
+    every = (options_of(setting, work.bound_layout, node) for node in setting.graph.nodes)
+    return sum(map(len, every)) <= MOST_CHOICES
 
 
 def promising_choices(work: SearchPhases) -> AxisRoles:
