@@ -25,107 +25,19 @@ from typing import NamedTuple
 import torch
 
 from autopar.cost.compute.rates import peak_of
-from autopar.cost.gradient_sync import MeetingCosts, late_seconds, meeting_costs
+from autopar.cost.costs import CommunicationCosts, ComputeCosts, Costs
+from autopar.cost.gradient_sync import late_seconds, meeting_costs
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.host_copies import exposed_copies_seconds
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.overlap import ChunkTraffic, OverlapCost
-from autopar.cost.pipeline import PartTimes, PricedStage, pipelined
+from autopar.cost.pipeline import PartTimes, pipelined
 from autopar.cost.profile import Profile, Task, profile, profile_parts
 from autopar.cost.unequal_devices import KindCosts, RankKind, devices_of, rank_kinds, replica_clusters
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
-
-
-@dataclass(frozen=True)
-class ComputeCosts:
-    """Compute seconds of a step, on the busiest rank."""
-
-    forward_seconds: float
-    backward_seconds: float
-    # Includes the communication that is repeated for the recompute.
-    recompute_seconds: float
-    optimizer_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds + self.recompute_seconds + self.optimizer_seconds
-
-
-@dataclass(frozen=True)
-class CommunicationCosts:
-    """All collectives of a step of one kind, over the same axes, in one direction."""
-
-    kind: str
-    axes: tuple[str, ...]
-    direction: str
-    # `values`, which ops wait for, or `parameters`, which overlap with the compute.
-    of: str
-    count: int
-    bytes: float
-    seconds: float
-
-    def __str__(self) -> str:
-        over = "*".join(self.axes)
-        return f"{self.count} {self.kind}({over}) of {self.of}, {self.direction}: {self.seconds * 1e3:.2f} ms"
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Time and memory of one step of a plan: all micro-batches and the optimizer."""
-
-    step_seconds: float
-    compute: ComputeCosts
-    communication: tuple[CommunicationCosts, ...]
-    # Communication of parameters that does not overlap with the compute, and the compute that it slows.
-    exposed_seconds: float
-    memory: MemoryCosts
-    # FLOPs of the whole model on all devices, without recomputed ops.
-    flops: float
-    # FLOPs of the busiest device, with recomputed ops.
-    device_flops: float
-    # `flops` per second over the peak of all devices.
-    mfu: float
-    # Time that devices wait for their host to launch kernels.
-    waiting_seconds: float = 0.0
-    # Copies of saved tensors to the host and back that do not run beside the compute.
-    copies_seconds: float = 0.0
-    # Share of the host's memory that one device has.
-    host_limit_bytes: float = math.inf
-    # Time that the busiest stage of a pipeline waits for others.
-    bubble_seconds: float = 0.0
-    # Of a pipeline; the other times are those of the busiest stage, the memory that of the fullest.
-    stages: tuple[PricedStage, ...] = ()
-    # Time by which steps are later than usual, where the cluster says how they vary.
-    late_seconds: float = 0.0
-    # Of replicas that drift; the other costs are those of one of them.
-    meetings: MeetingCosts | None = None
-    # Of unequal devices or shares; the other times are those of the slowest kind of ranks, the memory that of the one
-    # nearest to its limit.
-    kinds: tuple[KindCosts, ...] = ()
-    # Memory limit of the device with this memory, as a share of the limit of the cluster's device.
-    memory_fraction: float = 1.0
-
-    @property
-    def communication_seconds(self) -> float:
-        """Return the time of all collectives, exposed or overlapped."""
-        return sum(one.seconds for one in self.communication)
-
-    @property
-    def limited_bytes(self) -> float:
-        """Return the peak to compare with the limit of the cluster's device: more than its own on a smaller device."""
-        return self.memory.peak_bytes / self.memory_fraction
-
-    @property
-    def fits_host(self) -> bool:
-        """Return whether the memory of the host holds what leaves the device."""
-        return self.memory.host_bytes <= self.host_limit_bytes
-
-    def seconds_of(self, of: str) -> float:
-        """Return the time of all collectives of `values` or of `parameters`."""
-        return sum(one.seconds for one in self.communication if one.of == of)
 
 
 def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
@@ -173,6 +85,18 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
     return replace(costs, step_seconds=total, late_seconds=late, mfu=costs.mfu * step / total if total else 0.0)
 
 
+def least_seconds(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> float:
+    """Return the least that a step of a plan takes, zero where it is not known without its memory.
+
+    It is the step time, without meetings and waiting for late ranks.
+    """
+    if plan.assignment.pipelining is not None or plan.drift is not None:
+        return 0.0
+    lowered = lower_step(graph, plan)
+    kinds = rank_kinds(cluster, plan.mesh, plan.options.links)
+    return max(_sums_of_kind(lowered, kind, cluster)[1].seconds for kind in kinds)
+
+
 def _of_replicas(lowered: LoweredStep, cluster: Cluster) -> tuple[Costs, float]:
     """Return the costs of the replica with most rows, and how much longer than this one the slowest replica takes.
 
@@ -218,11 +142,15 @@ def on_slowest(lowered: LoweredStep, cluster: Cluster) -> tuple[LoweredStep, Clu
 
 def _of_kind(lowered: LoweredStep, kind: RankKind, cluster: Cluster) -> Costs:
     """Return the costs of a step on the ranks of one kind."""
+    found, sums = _sums_of_kind(lowered, kind, cluster)
+    used, flops = memory(seen_by(lowered, kind)), found.model_flops
+    return _costs(lowered, cluster, (found,), sums, sums.seconds, used, kind.memory_fraction, flops)
+
+
+def _sums_of_kind(lowered: LoweredStep, kind: RankKind, cluster: Cluster) -> tuple[Profile, _StepSums]:
     step, own = seen_by(lowered, kind), kind.alone(cluster)
     found = profile(step, own)
-    sums = _sums((found,), step, own)
-    flops = found.model_flops
-    return _costs(lowered, cluster, (found,), sums, sums.seconds, memory(step), kind.memory_fraction, flops)
+    return found, _sums((found,), step, own)
 
 
 def _of_pipeline(lowered: LoweredStep, cluster: Cluster) -> Costs:

@@ -8,7 +8,8 @@ from autopar.cost.compute.expected_flops import expected_flops
 from autopar.cost.compute.matmul_time import MatmulShape
 from autopar.cost.compute.product_time import seconds_of_product
 from autopar.cost.compute.rates import peak_of
-from autopar.cost.evaluate import Costs, dtype_of_most
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import dtype_of_most
 from autopar.cost.hardware.cluster import Device
 from autopar.ir.graph import NamedGraph, count_text
 from autopar.ir.precision import Precision

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.compute.expected_flops import expected_flops
-from autopar.cost.evaluate import Costs, dtype_of_most
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import dtype_of_most
 from autopar.cost.hardware.cluster import Cluster, cluster_names
 from autopar.cost.network import RING_PASS, Network
 from autopar.cost.step_errors import ANY, CPU, RunKind, StepErrors, errors_of

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from autopar.cost.evaluate import Costs, evaluate
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.loading import LoadingCosts, loading_costs
 from autopar.cost.lowered_step import lower_step

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from autopar.cost.evaluate import Costs, evaluate
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import evaluate, least_seconds
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.profile import TaskBuilder
 from autopar.cost.unequal_devices import priced_kind
@@ -100,7 +101,15 @@ class PlanningProblem:
 
     def costs(self, plan: StepPlan) -> Costs:
         """Return the costs of a plan, of the whole call where there are micro-batches."""
-        return evaluate(self.graph if self.call is None else self.call.graph, plan, self.whole_cluster or self.cluster)
+        return evaluate(*self._priced(plan))
+
+    def least_seconds(self, plan: StepPlan) -> float:
+        """Return the least time of a plan, quicker than its costs; zero if it is not known."""
+        return least_seconds(*self._priced(plan))
+
+    def _priced(self, plan: StepPlan) -> tuple[NamedGraph, StepPlan, Cluster]:
+        graph = self.graph if self.call is None else self.call.graph
+        return graph, plan, self.whole_cluster or self.cluster
 
     @cached_property
     def whole_seconds(self) -> Mapping[str, float]:

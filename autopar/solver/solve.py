@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 
-from autopar.cost.evaluate import Costs
+from autopar.cost.costs import Costs
 from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
@@ -320,7 +320,8 @@ def _offer_strategies(incumbent: Incumbent, bound: float, deadline: float, until
         return incumbent.plan is not None and priced >= LEAST_PRICED and time.monotonic() > deadline
 
     for name, plan in strategy_plans(incumbent.setting, is_late):
-        incumbent.offer(name, plan)
+        if incumbent.may_improve(plan):
+            incumbent.offer(name, plan)
         priced += 1
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.cost.evaluate import Costs
+from autopar.cost.costs import Costs
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.profile import op_seconds
 from autopar.cost.unequal_devices import device_speeds, rank_kinds

@@ -10,7 +10,7 @@ import torch
 
 import autopar
 from autopar.cost.collective_algorithms import TopologyLevel
-from autopar.cost.evaluate import Costs
+from autopar.cost.costs import Costs
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.unequal_devices import devices_of, rank_kinds
 from autopar.ir.graph import NamedGraph

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.cost.evaluate import Costs
+from autopar.cost.costs import Costs
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import PRESETS

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autopar.cost.evaluate import Costs, evaluate
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import evaluate
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.sharding import Sharding

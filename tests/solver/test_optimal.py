@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cost.evaluate import Costs, evaluate
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import evaluate
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.reshard_insertion import inserted_reshards

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 
-from autopar.cost.evaluate import Costs
+from autopar.cost.costs import Costs
 from autopar.errors import LayoutError
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.plans.fit_rules import Splits, is_uneven, rules_for

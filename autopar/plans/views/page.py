@@ -11,7 +11,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
-from autopar.cost.evaluate import Costs, evaluate
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryMoment, memory_over_time

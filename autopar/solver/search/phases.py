@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.cost.compute.fastest_rate import fastest_flops_per_second
 from autopar.cost.compute.optimizers import optimizer_of
-from autopar.cost.evaluate import Costs
+from autopar.cost.costs import Costs
 from autopar.errors import AutoparWarning, LayoutError
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
@@ -100,6 +100,14 @@ class Incumbent:
             if is_best:
                 self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
         return costs
+
+    def may_improve(self, plan: StepPlan) -> bool:
+        """Return whether a plan may be the best, by its time alone: its memory takes longer to price."""
+        if self.plan is None:
+            return True
+        if self.setting.call is not None and plan.micro is None:
+            plan = self.setting.call.plan(plan)
+        return self.setting.least_seconds(plan) < self.seconds
 
     def keeps_contracts(self, plan: StepPlan) -> bool:
         """Return whether a plan keeps the contracts of the layout; if not, `broken` names the broken one."""
