@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from weakref import WeakKeyDictionary
 
 from autopar.errors import LayoutError
 from autopar.ir.analysis.contractions import ATTENTIONS
@@ -152,8 +153,18 @@ def kinds_of(tensor: NamedTensor, returned: Collection[str]) -> tuple[str, ...]:
     return {"param": ("param", "use"), "input": ("input",)}.get(tensor.kind, ("buffer",))
 
 
+# Of each graph, as every layout is checked against them.
+_WORDS: WeakKeyDictionary[NamedGraph, LayoutWords] = WeakKeyDictionary()
+
+
 def words_of(graph: NamedGraph) -> LayoutWords:
     """Return the names of a graph that a layout may use."""
+    if graph not in _WORDS:
+        _WORDS[graph] = _words_of(graph)
+    return _WORDS[graph]
+
+
+def _words_of(graph: NamedGraph) -> LayoutWords:
     kinds: dict[str, set[str]] = {}
     returned = frozenset(graph.outputs)
     for tensor in graph.tensors.values():

@@ -71,6 +71,9 @@ __all__ = [
 # Fraction of the time limit after which published strategies are priced even if the search has not ended.
 SEARCH_SHARE = 0.75
 
+# Published strategies are not priced where no plan can be better by more than this share: a prediction errs by more.
+CLOSE = 1e-3
+
 # Strategies that are priced in any case: those of one axis come first, are quick, and are often good.
 LEAST_PRICED = 3
 
@@ -311,9 +314,11 @@ def _searched_on(work: SearchPhases, ended: SearchResult, beat_seconds: float) -
 def _offer_strategies(incumbent: Incumbent, bound: float, deadline: float, until_one_fits: bool) -> None:
     """Price published strategies while one could be better and time is left, or while nothing fits."""
     priced = 0
+    # Where memory decides, the bound is as sure as the estimates of memory.
+    close = CLOSE if incumbent.seconds <= incumbent.passed_seconds else 0.0
 
     def is_late() -> bool:
-        if relative_gap(incumbent.seconds, bound) == 0.0:
+        if relative_gap(incumbent.seconds, bound) <= close:
             return True
         if not until_one_fits or incumbent.cannot_fit:
             return time.monotonic() > deadline
