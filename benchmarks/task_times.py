@@ -58,6 +58,9 @@ class TaskTimes:
 
         def timed(one: Any, item: Any, *others: Any) -> None:
             before, begin, used = waited, time.perf_counter(), time.thread_time()
+            if trace.tasks:
+                last = trace.tasks[-1]
+                trace.tasks[-1] = last._replace(end=begin, busy=last.busy + begin - last.end)
             run(one, item, *others)
             end, processor = time.perf_counter(), time.thread_time() - used
             if isinstance(item, StageTask):
