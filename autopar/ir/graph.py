@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+from torch.fx import Node
 
 from autopar.errors import AutoparError
 from autopar.ir.analysis.finite import passable_sums
@@ -58,6 +59,17 @@ class NamedGraph:
         for node in self.nodes:
             counts[node.source] += 1
         return counts
+
+    @cached_property
+    def results(self) -> tuple[str | None, ...]:
+        """Return the tensors that the traced graph returns: first new values of buffers and inputs, then its outputs.
+
+        None stands for what is no tensor, and for a tensor of a layer that a short graph leaves out.
+        """
+        flat: Any = self.exported.graph_module.graph.output_node().args[0]
+        assert isinstance(flat, tuple), "the graph returns a flat tuple"
+        by_node = {tensor.node: name for name, tensor in self.tensors.items()}
+        return tuple(by_node.get(result.name) if isinstance(result, Node) else None for result in flat)
 
     @cached_property
     def parameters(self) -> tuple[NamedTensor, ...]:

@@ -1,8 +1,8 @@
 """Short graph: a graph in which each stack of equal layers has a few of its layers.
 
 Layers of a stack run the same ops, so the plans of a few of them tell the plan of all. The first layers and the last
-ones stay; the last ones read what the first ones make. A stack is left whole where ops outside of it read a layer that
-would go, as in a model that returns all hidden states.
+ones stay; the last ones read what the first ones make. What layers that go return, as keys and values, goes with them.
+A stack is left whole where ops outside of it read a layer that would go, as those that stack all hidden states.
 
     whole    embedding, layers 0 to 125, head
     short    embedding, layers 0, 1 and 125, head; layer 1 stands for the layers 2 to 124
@@ -74,12 +74,14 @@ def shorten(graph: NamedGraph) -> ShortGraph | None:
     used = {name for node in nodes for name in (*node.operands, *node.outputs) if name is not None}
     read = {name for node in graph.nodes for name in node.operands if name is not None}
     made = {name for node in graph.nodes for name in node.outputs if name is not None}
+    by_tensor = {name: tensor.node for name, tensor in graph.tensors.items()}
     # What no op reads stays.
     kept = {name: one for name, one in graph.tensors.items() if name in used or (name not in read and name not in made)}
     tensors |= {name: name for name in kept}
-    if any(its not in kept for its in tensors.values()) or not kept.keys() >= set(graph.outputs):
+    outputs = tuple(name for name in graph.outputs if name in kept or by_tensor[name] not in removed)
+    if any(its not in kept for its in tensors.values()) or not kept.keys() >= set(outputs):
         return None
-    short = replace(graph, tensors=MappingProxyType(kept), nodes=nodes, repeats=_repeats(graph, cuts))
+    short = replace(graph, tensors=MappingProxyType(kept), nodes=nodes, outputs=outputs, repeats=_repeats(graph, cuts))
     # Found by running each op: those of the whole graph hold for its parts.
     short.__dict__["footprints"] = graph.footprints
     layers = {path: path for repeat in graph.repeats for path in repeat.module_paths}
@@ -104,7 +106,7 @@ class _StackCut:
 
     @property
     def is_possible(self) -> bool:
-        """True if a layer goes and nothing outside of the stack reads what it makes."""
+        """True if a layer goes and no op outside of the stack reads what it makes; the caller may be given it."""
         if not self.removed or len(set(self.repeat.module_paths)) < self.repeat.count:
             return False
         inside = {name for layer in self.repeat.layers for name in layer}
@@ -117,7 +119,7 @@ class _StackCut:
         }
         outside = (node for node in self.graph.nodes if node.node not in inside)
         read = {name for node in outside for name in node.operands if name is not None}
-        return going.isdisjoint(read) and going.isdisjoint(self.graph.outputs)
+        return going.isdisjoint(read)
 
     def twins(self, by_node: Mapping[str, NamedNode]) -> Iterator[tuple[str, str]]:
         """Yield ops, results and stored tensors of the layers that stay, each with that of the one for the middle."""

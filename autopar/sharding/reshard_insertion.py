@@ -7,12 +7,9 @@ so a plan can be priced on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
-
-from torch.fx import Node
 
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
@@ -203,13 +200,8 @@ class _ReshardInserter:
                 inputs[name] = self._convert(name, Sharding.replicated(atoms_of(tensor)), stored, "the inputs")
         ops = {node.name: self._op(node, self.assignment.ops[node.name]) for node in self.graph.nodes}
         handed: list[InsertedReshard] = []
-        exported = self.graph.exported
-        flat: Any = exported.graph_module.graph.output_node().args[0]
-        assert isinstance(flat, tuple), "the graph returns a flat tuple"
-        by_node = {tensor.node: tensor.name for tensor in self.graph.tensors.values()}
-        names = [by_node[result.name] if isinstance(result, Node) else None for result in flat]
-        # The first outputs of an exported graph are the new values of buffers and inputs that the model writes.
-        mutated = len(exported.mutations)
+        names: Sequence[str | None] = self.graph.results
+        mutated = len(self.graph.exported.mutations)
         if self.scalars_alone:
             scalars = {name for name, tensor in self.graph.tensors.items() if not tensor.shape}
             names = [name if i < mutated or name in scalars else None for i, name in enumerate(names)]

@@ -28,7 +28,7 @@ def infeasible_error(work: SearchPhases) -> AutoparError:
         return _conflict(work, broken)
     if not math.isfinite(incumbent.least_bytes):
         what = f"no plan that fits in {size_text(incumbent.limit)} on each device was found within the time limit"
-        return NoFeasiblePlan(what, fix="fix: more time, more devices, a smaller batch, or more memory")
+        return NoFeasiblePlan(what, fix=f"fix: more time, {_fix(incumbent)}")
     lines: list[str] = []
     is_late = incumbent.cannot_fit and time.monotonic() > work.deadline
     said = "" if incumbent.bound_layout.is_empty or is_late else _without_the_layout(work, lines)
@@ -36,7 +36,23 @@ def infeasible_error(work: SearchPhases) -> AutoparError:
         f"no plan was found that fits in {size_text(incumbent.limit)} on each device: the least that was found takes "
         f"{size_text(incumbent.least_bytes)}{said}"
     )
-    return NoFeasiblePlan(what, incumbent.least_bytes, lines, "fix: more devices, a smaller batch, or more memory")
+    return NoFeasiblePlan(what, incumbent.least_bytes, lines, f"fix: {_fix(incumbent)}")
+
+
+# Results that take this share of a device are worth a word.
+MUCH = 0.05
+
+
+def _fix(incumbent: Incumbent) -> str:
+    """Return what to change so that a plan may fit."""
+    said, setting = "more devices, a smaller batch, or more memory", incumbent.setting
+    graph = setting.graph if setting.call is None else setting.call.graph
+    returned = [graph.tensors[name] for name in dict.fromkeys(graph.outputs)]
+    has_loss = any(not one.shape and one.requires_grad for one in returned)
+    each = sum(math.prod(one.shape) * one.element_bytes for one in returned) / setting.ranks
+    if not has_loss or setting.options.outputs == "loss" or each < MUCH * incumbent.limit:
+        return said
+    return f"{said}; outputs='loss' leaves out the {size_text(each)} a device that the model returns beside its loss"
 
 
 def _conflict(work: SearchPhases, broken: LayoutError) -> LayoutError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
@@ -10,6 +12,7 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.syntax import COLLECTIVES
+from autopar.sharding.options import TrainingOptions
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.solve import SolvedPlan, solve_plan
 from examples.gpt import gpt
@@ -149,3 +152,29 @@ def test_of_many_meshes_the_one_that_comes_closest_is_told() -> None:
     least = min(alone.values())
     assert refused.value.least_bytes == least
     assert any(f"of 2 meshes, {mesh} comes" in str(refused.value) for mesh in alone if alone[mesh] == least)
+
+
+class ReturnsRows(nn.Module):
+    """Model that returns what its layer makes beside a loss, or the loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 256)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.layer(x)
+        return rows.square().mean(), rows
+
+
+@pytest.mark.slow
+def test_results_that_need_memory_are_told() -> None:
+    """1,024 rows of 256 are 512 KiB on each of 2 devices; without them another fix has to do."""
+    graph = autopar.trace(ReturnsRows(), (torch.empty(1024, 8),))
+
+    def fix_of(options: TrainingOptions) -> str:
+        with pytest.raises(NoFeasiblePlan) as refused:
+            solve_plan(graph, {"dp": 2}, CLUSTER, memory_bytes=2**14, options=options, time_limit=3600)
+        return str(refused.value).splitlines()[-1]
+
+    assert "outputs='loss' leaves out the 512.00 KiB a device" in fix_of(TrainingOptions())
+    assert fix_of(TrainingOptions(outputs="loss")) == "fix: more devices, a smaller batch, or more memory"

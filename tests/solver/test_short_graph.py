@@ -27,6 +27,10 @@ LAYERS = 6
 def traced(name: str) -> NamedGraph:
     if name == "gpt":
         return autopar.trace(*gpt(layers=LAYERS, batch=8, device="meta"))
+    if name == "llama with keys and values":
+        model, inputs = hf("llama", batch=8, num_hidden_layers=LAYERS)
+        model.config.use_cache = True
+        return autopar.trace(model, inputs)
     layers = {"t5": ("num_layers", "num_decoder_layers"), "gpt2": ("n_layer",)}.get(name, ("num_hidden_layers",))
     return autopar.trace(*hf(name, batch=8, **dict.fromkeys(layers, LAYERS)))
 
@@ -37,6 +41,7 @@ def traced(name: str) -> NamedGraph:
         ("gpt", "megatron(dp=dp, tp=tp)"),
         ("gpt", "fsdp(fsdp=dp*tp)"),
         ("llama", "megatron_sp(dp=dp, tp=tp)"),
+        ("llama with keys and values", "fsdp_tp(fsdp=dp, tp=tp)"),
         pytest.param("t5", "megatron(dp=dp, tp=tp)", marks=pytest.mark.slow),
         pytest.param("gpt2", "fsdp(fsdp=dp*tp)", marks=pytest.mark.slow),
         pytest.param("bert", "megatron(dp=dp, tp=tp)", marks=pytest.mark.slow),
@@ -80,6 +85,17 @@ def test_the_counts_of_layers_add_up(model: str) -> None:
     assert paths == [path for repeat in graph.repeats for path in repeat.module_paths]
     outside = [ops for path, ops in whole if not path]
     assert outside == [ops for path, ops in segments_of(short.graph, MicroBatches(2, "batch")) if not path]
+
+
+def test_what_layers_return_goes_with_them() -> None:
+    """A model that returns keys and values of all layers is cut as one that returns only its loss and logits."""
+    graph, plain = traced("llama with keys and values"), traced("llama")
+    short, other = shorten(graph), shorten(plain)
+    assert short is not None
+    assert other is not None
+    assert len(graph.outputs) - len(plain.outputs) == 2 * LAYERS
+    assert len(short.graph.outputs) - len(other.graph.outputs) == 2 * (FIRST + LAST)
+    assert [node.name for node in short.graph.nodes] == [node.name for node in other.graph.nodes]
 
 
 class Collects(nn.Module):

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from torch.fx import Node
 
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.host_copies import host_copy_seconds
@@ -293,13 +292,10 @@ def parts_of(sums: Floats) -> Parts:
 
 def returned_tensors(graph: NamedGraph, outputs: Outputs = "sharded") -> dict[str, tuple[bool, ...]]:
     """Return every tensor that a step returns, and whether it is written back whole."""
-    flat: Any = graph.exported.graph_module.graph.output_node().args[0]
-    by_node = {tensor.node: tensor.name for tensor in graph.tensors.values()}
     mutated = len(graph.exported.mutations)
     found: dict[str, tuple[bool, ...]] = {}
-    for i, result in enumerate(flat):
-        if isinstance(result, Node):
-            name = by_node[result.name]
+    for i, name in enumerate(graph.results):
+        if name is not None:
             if outputs == "loss" and i >= mutated and graph.tensors[name].shape:
                 continue
             found[name] = (*found.get(name, ()), i < mutated)
