@@ -10,6 +10,9 @@ fullest ranks, in bytes of tensors alive at once. `idle` is the share of a step 
 waits, `model` that of the same schedule simulated with the measured tasks and messages, and `bubble` their ratio. They
 need a core for each rank: without one a stage that waits for a core is not idle, and they are left out. `halves` is the
 processor's time of the backwards of zero_bubble, in two halves, to that of the whole ones of 1f1b.
+
+The allocator returns no memory to the system: pages that go and come back take up to 5 % of a step, on the one side or
+on the other, as their tensors happen to lie.
 """
 
 from __future__ import annotations
@@ -251,6 +254,7 @@ def main() -> None:
     arguments.schedule = arguments.schedule or list(SCHEDULES)
     # The profiler of the ranks prints lines of its own, and warns of tensors that are older than it.
     os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
+    os.environ.update(MALLOC_TRIM_THRESHOLD_=str(2**40), MALLOC_MMAP_MAX_="0")
     names = (
         "ranks   ours ms   peer ms   wall    CPU  noise memory   idle  model bubble halves   difference of gradients"
     )
