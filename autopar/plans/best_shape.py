@@ -14,12 +14,13 @@ from dataclasses import replace
 from autopar.errors import LayoutError
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import MicroBatches
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.shapes import Shape, ShapeSearch
 from autopar.solver.solve import SolvedPlan
-from autopar.solver.staged_plan import StagedPlan, with_bound
+from autopar.solver.staged_plan import StagedPlan, plan_without_stages, with_bound
 
 __all__ = ["best_of_shapes", "share_of"]
 
@@ -30,8 +31,8 @@ ESTIMATE_ERROR = 1.01
 TOO_HIGH = 1.25
 
 # The best plan on a mesh under a layout, found within some seconds; it has to be faster than others. The last number is
-# that of the meshes among which the time is shared.
-OnMesh = Callable[[Mesh, Layout | None, float, float, int], Plan]
+# that of the meshes among which the time is shared; the plan is one to begin from.
+OnMesh = Callable[[Mesh, Layout | None, float, float, int, StepPlan | None], Plan]
 
 
 def best_of_shapes(
@@ -56,7 +57,8 @@ def best_of_shapes(
             count = priced.shape.count
             if count == 1:
                 followed.add(mesh)
-            found = on_mesh(mesh, Layout((MicroBatches(count),)) if count > 1 else None, left, beat, 1)
+            layout, first = Layout((MicroBatches(count),)) if count > 1 else None, plan_without_stages(search, priced)
+            found = on_mesh(mesh, layout, left, beat, 1, first)
         except (NoFeasiblePlan, LayoutError):
             continue
         if found.step_seconds < beat:
@@ -89,7 +91,7 @@ def _best_by_itself(meshes: list[Mesh], best: Plan | None, beat: float, ends: fl
         if left <= 0.0:
             break
         try:
-            found = on_mesh(mesh, None, share_of(left, len(meshes) - number), beat, len(meshes))
+            found = on_mesh(mesh, None, share_of(left, len(meshes) - number), beat, len(meshes), None)
         except (NoFeasiblePlan, LayoutError):
             continue
         if found.step_seconds < beat:

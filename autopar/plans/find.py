@@ -75,6 +75,8 @@ class PlanRequest:
     solver: SolverChoice = SEARCH
     # The search of a mesh passes the time limit until a plan fits.
     until_one_fits: bool = True
+    # Plan of a proposed mesh, which the search of this mesh begins from.
+    first: StepPlan | None = None
 
     def cluster_value(self) -> Cluster:
         if isinstance(self.cluster, Cluster):
@@ -184,10 +186,12 @@ def _proposed(
         return None
     search.gives_up = ends
 
-    def on_mesh(mesh: Mesh, layout: Layout | None, seconds: float, beat_seconds: float, shared: int) -> Plan:
+    def on_mesh(
+        mesh: Mesh, layout: Layout | None, seconds: float, beat_seconds: float, shared: int, first: StepPlan | None
+    ) -> Plan:
         until = request.until_one_fits and beat_seconds == math.inf
         # The cache finds a plan by its time limit: the same share in each run.
-        each = replace(request, until_one_fits=until, time_limit=request.time_limit / shared)
+        each = replace(request, until_one_fits=until, time_limit=request.time_limit / shared, first=first)
         return _in_micro_batches(graph, mesh, layout, each, progress, seconds, beat_seconds)
 
     return best_of_shapes(search, ends, on_mesh, lambda found, mesh: _plan_of(graph, found, mesh, cluster, limit))
@@ -329,7 +333,7 @@ def _in_one_order(
         and known.decided.options == options
     ):
         return replace(known, limit_bytes=limit, within_layout=within, target="")
-    warm = cache.last(graph, mesh) if request.cache else None
+    known_plans = {"an earlier plan": cache.last(graph, mesh) if request.cache else None, "search": request.first}
     try:
         solved = solve_with_shares(
             graph,
@@ -340,7 +344,7 @@ def _in_one_order(
             options=options,
             time_limit=seconds,
             progress=progress,
-            warm=warm,
+            warm={origin: plan for origin, plan in known_plans.items() if plan is not None},
             beat_seconds=beat_seconds,
             solver=request.solver,
             until_one_fits=request.until_one_fits,

@@ -52,7 +52,7 @@ STAGES = "pp"
 GROWING = "forward", "backward", "late", "transient_bytes"
 ROOMS = "forward_room", "backward_room", "late_room"
 ACTIVATIONS = "saved_bytes", "sent_bytes"
-ONCE = "gathers", "reductions", "last", "gradient_bytes"
+ONCE = "gathers", "reductions", "last", "gradient_bytes", "results_bytes"
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class SegmentCosts:
     gradient_bytes: float
     # Saved by one micro-batch.
     saved_bytes: float
+    # Results of all micro-batches, which last until the end of the call.
+    results_bytes: float
     # Most bytes beyond all of these while it runs.
     transient_bytes: float
 
@@ -259,7 +261,8 @@ def _segment_costs(step: LoweredStep, number: int, times: PartTimes, sent: float
     held = memory(step.at(number))
     stored = held.parameters_bytes + held.copies_bytes + held.optimizer_bytes
     rest = held.peak_bytes - stored - held.inputs_bytes - held.saved_bytes - held.gradients_bytes
-    return SegmentCosts(times, sent, stored, held.gradients_bytes, held.saved_bytes, max(0.0, rest))
+    saved, results = held.saved_bytes - held.results_bytes, held.results_bytes
+    return SegmentCosts(times, sent, stored, held.gradients_bytes, saved, results, max(0.0, rest))
 
 
 def spread(short: ShortGraph, plan: StepPlan) -> StepPlan:

@@ -137,8 +137,8 @@ class ShapeSearch:
 
     def segments(self) -> None:
         """Raise unless segments of the model may be stages."""
-        every = segments_of(self.short.graph, self._some_micro)
-        stages_of(self.short, self._some_micro, SubMesh({DATA: self.devices}), every)
+        every = segments_of(self.short.graph, self.some_micro)
+        stages_of(self.short, self.some_micro, SubMesh({DATA: self.devices}), every)
 
     @property
     def best(self) -> float:
@@ -250,7 +250,7 @@ class ShapeSearch:
         return len(self.short.layers) + 1
 
     @property
-    def _some_micro(self) -> MicroBatches:
+    def some_micro(self) -> MicroBatches:
         batch = self.graph.dims[BATCH].size
         return MicroBatches(next(count for count in range(2, batch + 1) if batch % count == 0), BATCH)
 
@@ -272,7 +272,7 @@ class ShapeSearch:
 
     def _seconds_of(self, graph: NamedGraph) -> float:
         setting, total = PlanningProblem.of(graph, SubMesh({}), self.cluster, self.options), 0.0
-        for path, ops in segments_of(self.short.graph, self._some_micro):
+        for path, ops in segments_of(self.short.graph, self.some_micro):
             total += self.short.counts.get(path, 1) * sum(setting.whole_seconds[op] for op in ops)
         return total / self.devices
 
@@ -394,7 +394,7 @@ class ShapeSearch:
         micro = MicroBatches(shape.count, BATCH) if shape.count > 1 else None
         like = known and (known.like or known)
         plan = on_axes(plan, shape.axes, micro)
-        found = model_costs(self.short, plan, self.cluster, self._some_micro, modes, like, begun)
+        found = model_costs(self.short, plan, self.cluster, self.some_micro, modes, like, begun)
         key, seconds = (shape.split, shape.rows), float(found.seconds[0].sum())
         self.layer_seconds[key] = min(self.layer_seconds.get(key, math.inf), seconds)
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -109,7 +109,7 @@ def solve_plan(
     options: TrainingOptions | None = None,
     time_limit: float = 30.0,
     progress: Callable[[Progress], None] | None = None,
-    warm: StepPlan | None = None,
+    warm: Mapping[str, StepPlan] | None = None,
     strategies: bool = True,
     beat_seconds: float = math.inf,
     solver: SolverChoice = SEARCH,
@@ -117,9 +117,9 @@ def solve_plan(
 ) -> SolvedPlan:
     """Search the open decisions of a plan: all of them, or those that `layout` leaves.
 
-    `memory_bytes` limits each device; the default is its capacity. `warm` is a plan to begin from. With `strategies`,
-    published strategies are priced too, in the time left or a quarter of it. Raise `NoFeasiblePlan` if no plan is
-    faster than `beat_seconds`. `solver` has the plan found or proved by an integer or a linear program. With
+    `memory_bytes` limits each device; the default is its capacity. `warm` has plans to begin from, by origin. With
+    `strategies`, published strategies are priced too, in the time left or a quarter of it. Raise `NoFeasiblePlan` if no
+    plan is faster than `beat_seconds`. `solver` has the plan found or proved by an integer or a linear program. With
     `until_one_fits` the time limit is passed until a plan fits, unless the estimates of memory show that none can.
     """
     began = time.monotonic()
@@ -127,7 +127,7 @@ def solve_plan(
         micro = None if layout is None else layout.micro_batches
         graph, axes = with_shares(graph, layout or Layout(()), SubMesh.of(axes), 1 if micro is None else micro.count)
         incumbent = _incumbent(graph, axes, cluster, layout, memory_bytes, options, began, progress)
-        found = _solved(incumbent, time_limit, warm, strategies, beat_seconds, solver, until_one_fits)
+        found = _solved(incumbent, time_limit, warm or {}, strategies, beat_seconds, solver, until_one_fits)
         settle_stages(incumbent, layout or Layout(()), axes)
         plan = incumbent.plan or found.plan
         # The search prices the ranks of one kind; the plan is for all.
@@ -207,7 +207,7 @@ def uncollected() -> Iterator[None]:
 def _solved(
     incumbent: Incumbent,
     time_limit: float,
-    warm: StepPlan | None,
+    warm: Mapping[str, StepPlan],
     strategies: bool,
     beat_seconds: float,
     solver: SolverChoice,
@@ -275,17 +275,19 @@ def _priced_plan(
     )
 
 
-def _offer_known(incumbent: Incumbent, warm: StepPlan | None) -> None:
-    """Offer the plan that the layout gives without a search, and an earlier plan of the same problem."""
+def _offer_known(incumbent: Incumbent, warm: Mapping[str, StepPlan]) -> None:
+    """Offer the plan that the layout gives without a search, and known plans of the same problem."""
     setting, layout = incumbent.setting, incumbent.bound_layout.given
     if layout.statements:
         plan = plan_under(setting, layout)
         if plan is not None:
             incumbent.offer("layout", plan.with_options(setting.options))
-    # A plan made for another layout may break this one.
-    asked = setting.graph.fingerprint, dict(setting.axes)
-    if warm is not None and incumbent.bound_layout.is_empty and (warm.graph, dict(warm.axes)) == asked:
-        incumbent.offer("an earlier plan", warm.with_options(setting.options))
+    graph, micro = (setting.graph, None) if setting.call is None else (setting.call.graph, setting.call.micro)
+    asked = graph.fingerprint, dict(setting.axes), micro
+    for origin, plan in warm.items():
+        # A plan made for another layout may break this one.
+        if incumbent.bound_layout.is_empty and (plan.graph, dict(plan.axes), plan.micro) == asked:
+            incumbent.offer(origin, plan.with_options(setting.options))
 
 
 def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:

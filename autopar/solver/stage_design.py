@@ -132,7 +132,7 @@ def _fitting_modes(
     """Return the fastest modes of the layers of each stage that its memory allows, and the memory of each stage."""
     modes, peaks = np.zeros(len(costs.sequence), dtype=np.int64), list[float]()
     saved, passing = costs.column("saved_bytes"), costs.column("transient_bytes")
-    held = (costs.column("stored_bytes") + costs.column("gradient_bytes"))[0]
+    held = (costs.column("stored_bytes") + costs.column("gradient_bytes") + costs.column("results_bytes"))[0]
     for own, flight, most in zip(_runs(starts, stages, len(modes)), flights, limit, strict=True):
         layers, others = own[costs.is_layer[own]], own[~costs.is_layer[own]]
         ways = _ways(len(layers), len(costs.seconds))

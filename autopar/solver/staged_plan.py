@@ -32,7 +32,7 @@ from autopar.solver.solve import SolvedPlan, check_in_time
 from autopar.solver.stage_design import StageDesign, design_stages
 from autopar.solver.stages import least_shares
 
-__all__ = ["StagedPlan", "with_bound"]
+__all__ = ["StagedPlan", "plan_without_stages", "with_bound"]
 
 # Designs that are priced: the first one tells how far the memory of each stage is off.
 MOST_DESIGNS = 3
@@ -104,6 +104,16 @@ class StagedPlan:
                 self.design = again
                 self.likely_seconds = min(self.likely_seconds, costs.step_seconds * again.seconds / design.seconds)
         return True
+
+
+def plan_without_stages(search: ShapeSearch, priced: PricedShape) -> StepPlan | None:
+    """Return the plan of the whole graph under a design of one stage; None if its segments are others."""
+    layers = priced.costs.layers
+    if tuple(path for path, _ in segments_of(search.graph, search.some_micro)) != layers:
+        return None
+    plan = spread(search.short, priced.costs.plan)
+    recompute = layer_modes(layers, priced.design.modes)
+    return replace(plan, assignment=replace(plan.assignment, recompute=recompute))
 
 
 def with_bound(search: ShapeSearch, priced: PricedShape, solved: SolvedPlan) -> SolvedPlan:

@@ -14,12 +14,12 @@ import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.open_mesh import meshes_of
 from autopar.rules.ops.routed import GROUPED_ROWS
 from autopar.sharding.choices import group_sites
-from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.syntax import MicroBatches
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan, slice_in_time
@@ -28,8 +28,9 @@ from autopar.solver.model.recompute_variables import STATES
 from autopar.solver.search.joined_axes import kind_of
 from autopar.solver.segments import ACTIVATIONS, GROWING, ONCE, ROOMS
 from autopar.solver.shapes import SLACK, Shape, ShapeSearch
+from autopar.solver.solve import solve_plan
 from autopar.solver.stage_design import SCHEDULES, _least_seconds, design_stages
-from autopar.solver.staged_plan import StagedPlan, with_bound
+from autopar.solver.staged_plan import StagedPlan, plan_without_stages, with_bound
 from examples.gpt import gpt
 from examples.hf import hf
 
@@ -64,6 +65,31 @@ def test_the_costs_of_segments_add_up(shape: Shape) -> None:
     for stage, peak in zip(solved.costs.stages, priced.design.stage_peaks, strict=True):
         assert peak == pytest.approx(stage.memory.peak_bytes, rel=0.12)
     assert 0 < with_bound(search, priced, solved).bound_seconds <= solved.costs.step_seconds
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 4, 1, 4, 2), Shape(1, 2, 2, 1, 16)], ids=["micro 4", "whole batch"])
+def test_a_search_begins_from_the_proposed_plan(shape: Shape) -> None:
+    """Without any time for a search, a mesh has the plan of its shape, in as much time as was estimated."""
+    search = search_of(traced(), 4)
+    search.price(shape)
+    priced = min(search.found, key=lambda one: one.seconds)
+    first = plan_without_stages(search, priced)
+    assert first is not None
+    layout = Layout((MicroBatches(shape.count),)) if shape.count > 1 else None
+    found = solve_plan(
+        search.graph,
+        SubMesh(shape.mesh),
+        H100,
+        layout=layout,
+        options=search.options,
+        warm={"a shape": first},
+        time_limit=0.0,
+        beat_seconds=math.inf,
+        strategies=False,
+        until_one_fits=False,
+    )
+    assert found.costs == evaluate(search.graph, found.plan, H100)
+    assert found.costs.step_seconds <= priced.seconds * 1.01
 
 
 def test_an_open_mesh_gets_stages_where_nothing_else_fits() -> None:

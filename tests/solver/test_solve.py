@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -113,17 +114,17 @@ def small() -> NamedGraph:
     return autopar.trace(model, inputs)
 
 
-def asked(graph: NamedGraph, text: str, warm: StepPlan | None = None) -> SolvedPlan:
+def asked(graph: NamedGraph, text: str, warm: Mapping[str, StepPlan] | None = None) -> SolvedPlan:
     return solve_plan(graph, {"dp": 2}, CLUSTER, layout=parse_layout(text), warm=warm, time_limit=3600)
 
 
 def test_an_earlier_plan_is_not_taken_for_what_a_layout_demands() -> None:
     graph = small()
     free = solve_plan(graph, {"dp": 2}, CLUSTER, time_limit=3600)
-    found = asked(graph, "batch -> dp", warm=free.plan)
+    found = asked(graph, "batch -> dp", warm={"an earlier plan": free.plan})
     inputs = [found.plan.assignment.stored[name].splits for name in graph.inputs]
     assert inputs == [(("dp",), ())] * len(inputs)
-    again = solve_plan(graph, {"dp": 2}, CLUSTER, warm=free.plan, time_limit=3600)
+    again = solve_plan(graph, {"dp": 2}, CLUSTER, warm={"an earlier plan": free.plan}, time_limit=3600)
     assert again.costs.step_seconds <= free.costs.step_seconds
 
 

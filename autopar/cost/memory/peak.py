@@ -47,6 +47,8 @@ class MemoryCosts:
     meetings_bytes: float = 0.0
     # On the host of the device: saved tensors of offloaded layers, and states of the optimizer that are offloaded.
     host_bytes: float = 0.0
+    # Of the saved tensors, the results of all micro-batches of a call, which last until its end.
+    results_bytes: float = 0.0
 
     def with_rows(self, share: float) -> MemoryCosts:
         """Return the memory of a replica with this share of the rows: values are in proportion, parameters are not."""
@@ -56,6 +58,7 @@ class MemoryCosts:
             self,
             inputs_bytes=share * self.inputs_bytes,
             saved_bytes=share * self.saved_bytes,
+            results_bytes=share * self.results_bytes,
             peak_bytes=min(self.peak_bytes, still + rest),
         )
 
@@ -111,7 +114,18 @@ def memory(step: LoweredStep) -> MemoryCosts:
     moments.append((parameters + inputs + states + gradients + optimizer.temporaries, "the optimizer"))
     peak, at = max(moments, key=itemgetter(0))
     host = run.host.bytes * _in_flight(step) + optimizer.host
-    return MemoryCosts(parameters, copies, gradients, states, inputs, saved + waiting, peak, at, host_bytes=host)
+    return MemoryCosts(
+        parameters,
+        copies,
+        gradients,
+        states,
+        inputs,
+        saved + waiting,
+        peak,
+        at,
+        host_bytes=host,
+        results_bytes=run.results_bytes,
+    )
 
 
 def _in_flight(step: LoweredStep) -> float:
