@@ -21,6 +21,9 @@ from typing import Any, NamedTuple
 
 __all__ = ["Ending", "endings", "in_turn", "launch"]
 
+# Seconds in which a rank that crashes ends, after others have failed for it.
+CRASH_SECONDS = 5.0
+
 ROOT = str(Path(__file__).parents[2])
 
 
@@ -141,19 +144,24 @@ def _run(module: str, name: str, folder: Path, rank: int, ranks: int, limit_seco
 
 
 def _wait(running: list[BaseProcess], deadline: float) -> str | None:
-    """What went wrong; nothing is left running."""
+    """What went wrong; nothing is left running.
+
+    Ranks that a crashed one leaves alone may fail before it has ended, as a crash writes where its threads were.
+    """
     try:
         while True:
             codes = [process.exitcode for process in running]
             failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
             if failed:
+                deadline = min(deadline, time.monotonic() + CRASH_SECONDS)
                 killed = [rank for rank in failed if (codes[rank] or 0) < 0]
                 if killed:  # not those that it leaves alone, and that fail for it
                     return f"rank {killed[0]} was killed by {signal.Signals(-(codes[killed[0]] or 0)).name}"
-                return f"rank {failed[0]} failed"
-            if None not in codes:
+                if None not in codes or time.monotonic() > deadline:
+                    return f"rank {failed[0]} failed"
+            elif None not in codes:
                 return None
-            if time.monotonic() > deadline:
+            elif time.monotonic() > deadline:
                 return f"ranks {[rank for rank, code in enumerate(codes) if code is None]} did not end in time"
             time.sleep(0.01)
     finally:
