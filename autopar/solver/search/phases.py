@@ -22,7 +22,7 @@ from autopar.sharding.layout.syntax import Contract, Recompute
 from autopar.sharding.offload import offloaded
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import inserted_reshards
-from autopar.solver import Floats, Progress
+from autopar.solver import Floats, Progress, relative_gap
 from autopar.solver.candidates import options_of
 from autopar.solver.infeasible import OutOfTime
 from autopar.solver.model.build import build, plan_of
@@ -100,6 +100,11 @@ class Incumbent:
             if is_best:
                 self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
         return costs
+
+    @property
+    def offloads(self) -> bool:
+        """Return whether the best plan has saved tensors of layers on the host."""
+        return self.plan is not None and "offload" in self.plan.assignment.recompute.values()
 
     def may_improve(self, plan: StepPlan) -> bool:
         """Return whether a plan may be the best, by its time alone: its memory takes longer to price."""
@@ -288,6 +293,10 @@ class SearchResult:
     model: Model | None = None
 
 
+# Gap of a plan that offloads layers, above which plans without are searched too.
+OFFLOAD_GAP = 0.02
+
+
 def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:
     """Search without a limit if a plan without recomputation can fit; search with the limit if its best plan does not.
 
@@ -307,9 +316,11 @@ def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:
             if incumbent.plan is None and hint is not None and not search.is_short:
                 search = work.search_keep_gathered(incumbent.limit / 2**30, work.deadline)
             bound = max(bound, search.bound)
-            if incumbent.exceeds_host:
-                # The model does not limit the memory of the host. The bound is that of the search with all modes.
-                search = without_offload(work).search_keep_gathered(incumbent.limit / 2**30, work.deadline)
+            # The model does not limit the memory of the host, and the copies of all layers share a link: multipliers
+            # choose too many. Bound and proof are those of the search with all modes.
+            is_far = incumbent.offloads and relative_gap(incumbent.seconds, bound) > OFFLOAD_GAP
+            if incumbent.exceeds_host or is_far:
+                without_offload(work).search_keep_gathered(incumbent.limit / 2**30, work.deadline)
     except OutOfTime:
         return SearchResult(search, bound, is_cut=True)
     return SearchResult(search, bound)
