@@ -83,7 +83,9 @@ def test_what_another_planner_found_is_not_found_again(
     )
     monkeypatch.setattr(cache, "planner_version", lambda: "another")
     find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
-    assert [one.assignment.stored for one in warm] == [first.decided.assignment.stored], "it is begun from"
+    (begun,) = warm
+    assert list(begun) == ["an earlier plan"]
+    assert begun["an earlier plan"].assignment.stored == first.decided.assignment.stored
 
 
 def test_any_line_of_the_code_makes_another_planner(tmp_path: Path) -> None:
