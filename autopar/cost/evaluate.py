@@ -94,7 +94,7 @@ def least_seconds(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> float:
         return 0.0
     lowered = lower_step(graph, plan)
     kinds = rank_kinds(cluster, plan.mesh, plan.options.links)
-    return max(_sums_of_kind(lowered, kind, cluster)[1].seconds for kind in kinds)
+    return max(_timed(seen_by(lowered, kind), kind.alone(cluster))[1].seconds for kind in kinds)
 
 
 def _of_replicas(lowered: LoweredStep, cluster: Cluster) -> tuple[Costs, float]:
@@ -142,15 +142,16 @@ def on_slowest(lowered: LoweredStep, cluster: Cluster) -> tuple[LoweredStep, Clu
 
 def _of_kind(lowered: LoweredStep, kind: RankKind, cluster: Cluster) -> Costs:
     """Return the costs of a step on the ranks of one kind."""
-    found, sums = _sums_of_kind(lowered, kind, cluster)
-    used, flops = memory(seen_by(lowered, kind)), found.model_flops
-    return _costs(lowered, cluster, (found,), sums, sums.seconds, used, kind.memory_fraction, flops)
+    step = seen_by(lowered, kind)
+    found, sums = _timed(step, kind.alone(cluster))
+    flops = found.model_flops
+    return _costs(lowered, cluster, (found,), sums, sums.seconds, memory(step), kind.memory_fraction, flops)
 
 
-def _sums_of_kind(lowered: LoweredStep, kind: RankKind, cluster: Cluster) -> tuple[Profile, _StepSums]:
-    step, own = seen_by(lowered, kind), kind.alone(cluster)
-    found = profile(step, own)
-    return found, _sums((found,), step, own)
+def _timed(step: LoweredStep, cluster: Cluster) -> tuple[Profile, _StepSums]:
+    """Return the tasks and times of a step on ranks of one kind, which are all of the cluster."""
+    found = profile(step, cluster)
+    return found, _sums((found,), step, cluster)
 
 
 def _of_pipeline(lowered: LoweredStep, cluster: Cluster) -> Costs:

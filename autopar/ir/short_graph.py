@@ -74,11 +74,10 @@ def shorten(graph: NamedGraph) -> ShortGraph | None:
     used = {name for node in nodes for name in (*node.operands, *node.outputs) if name is not None}
     read = {name for node in graph.nodes for name in node.operands if name is not None}
     made = {name for node in graph.nodes for name in node.outputs if name is not None}
-    by_tensor = {name: tensor.node for name, tensor in graph.tensors.items()}
     # What no op reads stays.
     kept = {name: one for name, one in graph.tensors.items() if name in used or (name not in read and name not in made)}
     tensors |= {name: name for name in kept}
-    outputs = tuple(name for name in graph.outputs if name in kept or by_tensor[name] not in removed)
+    outputs = tuple(name for name in graph.outputs if name in kept or graph.tensors[name].node not in removed)
     if any(its not in kept for its in tensors.values()) or not kept.keys() >= set(outputs):
         return None
     short = replace(graph, tensors=MappingProxyType(kept), nodes=nodes, outputs=outputs, repeats=_repeats(graph, cuts))

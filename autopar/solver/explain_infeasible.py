@@ -46,8 +46,7 @@ MUCH = 0.05
 def _fix(incumbent: Incumbent) -> str:
     """Return what to change so that a plan may fit."""
     said, setting = "more devices, a smaller batch, or more memory", incumbent.setting
-    graph = setting.graph if setting.call is None else setting.call.graph
-    returned = [graph.tensors[name] for name in dict.fromkeys(graph.outputs)]
+    returned = [setting.whole_graph.tensors[name] for name in dict.fromkeys(setting.whole_graph.outputs)]
     has_loss = any(not one.shape and one.requires_grad for one in returned)
     each = sum(math.prod(one.shape) * one.element_bytes for one in returned) / setting.ranks
     if not has_loss or setting.options.outputs == "loss" or each < MUCH * incumbent.limit:

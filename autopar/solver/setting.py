@@ -101,15 +101,20 @@ class PlanningProblem:
 
     def costs(self, plan: StepPlan) -> Costs:
         """Return the costs of a plan, of the whole call where there are micro-batches."""
-        return evaluate(*self._priced(plan))
+        return evaluate(self.whole_graph, plan, self.whole_cluster or self.cluster)
 
     def least_seconds(self, plan: StepPlan) -> float:
         """Return the least time of a plan, quicker than its costs; zero if it is not known."""
-        return least_seconds(*self._priced(plan))
+        return least_seconds(self.whole_graph, plan, self.whole_cluster or self.cluster)
 
-    def _priced(self, plan: StepPlan) -> tuple[NamedGraph, StepPlan, Cluster]:
-        graph = self.graph if self.call is None else self.call.graph
-        return graph, plan, self.whole_cluster or self.cluster
+    @property
+    def whole_graph(self) -> NamedGraph:
+        """Return the graph of the whole call."""
+        return self.graph if self.call is None else self.call.graph
+
+    def whole_plan(self, plan: StepPlan) -> StepPlan:
+        """Return the plan of the whole call, from that of one micro-batch or of the call."""
+        return plan if self.call is None or plan.micro is not None else self.call.plan(plan)
 
     @cached_property
     def whole_seconds(self) -> Mapping[str, float]:

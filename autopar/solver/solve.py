@@ -282,8 +282,7 @@ def _offer_known(incumbent: Incumbent, warm: Mapping[str, StepPlan]) -> None:
         plan = plan_under(setting, layout)
         if plan is not None:
             incumbent.offer("layout", plan.with_options(setting.options))
-    graph, micro = (setting.graph, None) if setting.call is None else (setting.call.graph, setting.call.micro)
-    asked = graph.fingerprint, dict(setting.axes), micro
+    asked = setting.whole_graph.fingerprint, dict(setting.axes), None if setting.call is None else setting.call.micro
     for origin, plan in warm.items():
         # A plan made for another layout may break this one.
         if incumbent.bound_layout.is_empty and (plan.graph, dict(plan.axes), plan.micro) == asked:

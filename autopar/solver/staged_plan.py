@@ -108,12 +108,8 @@ class StagedPlan:
 
 def plan_without_stages(search: ShapeSearch, priced: PricedShape) -> StepPlan | None:
     """Return the plan of the whole graph under a design of one stage; None if its segments are others."""
-    layers = priced.costs.layers
-    if tuple(path for path, _ in segments_of(search.graph, search.some_micro)) != layers:
-        return None
-    plan = spread(search.short, priced.costs.plan)
-    recompute = layer_modes(layers, priced.design.modes)
-    return replace(plan, assignment=replace(plan.assignment, recompute=recompute))
+    known = _segments(search, priced, search.some_micro)
+    return None if known is None else _spread(search, priced, priced.design)
 
 
 def with_bound(search: ShapeSearch, priced: PricedShape, solved: SolvedPlan) -> SolvedPlan:
@@ -148,18 +144,31 @@ def _whole_plan(search: ShapeSearch, priced: PricedShape, design: StageDesign, m
     """Return the plan of the whole graph under a design; None if its segments are others."""
     schedule, chunks, more = design.schedule
     statement = PipelineStatement(STAGES, schedule, chunks, more)
-    every = segments_of(search.graph, micro)
-    if tuple(path for path, _ in every) != priced.costs.layers:
+    every = _segments(search, priced, micro)
+    if every is None:
         return None
     starts = np.array(design.starts)
     parts = {op: int((starts <= number).sum()) for number, (_, ops) in enumerate(every) for op in ops}
-    plan = spread(search.short, priced.costs.plan)
+    plan = _spread(search, priced, design)
     try:
         stages = staged(search.graph, micro, plan.axes, parts, statement, design.stages)
     except LayoutError:
         return None  # a parameter that all stages would need
-    recompute = layer_modes(priced.costs.layers, design.modes)
-    return replace(plan, assignment=replace(plan.assignment, pipelining=stages, recompute=recompute))
+    return replace(plan, assignment=replace(plan.assignment, pipelining=stages))
+
+
+def _segments(
+    search: ShapeSearch, priced: PricedShape, micro: MicroBatches
+) -> list[tuple[str, tuple[str, ...]]] | None:
+    """Return the segments of the whole graph; None if they are others than those that were priced."""
+    found = segments_of(search.graph, micro)
+    return found if tuple(path for path, _ in found) == priced.costs.layers else None
+
+
+def _spread(search: ShapeSearch, priced: PricedShape, design: StageDesign) -> StepPlan:
+    """Return the plan of the whole graph with the layers and recompute modes of a design, without stages."""
+    plan = spread(search.short, priced.costs.plan)
+    return replace(plan, assignment=replace(plan.assignment, recompute=layer_modes(priced.costs.layers, design.modes)))
 
 
 def _bound(setting: PlanningProblem, pipelining: Pipelining, passes: float, limit: float) -> float:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -85,8 +86,7 @@ class Incumbent:
     def offer(self, origin: str, plan: StepPlan) -> Costs:
         """Price a plan, and keep it if it is the best that fits."""
         self.is_broken = False
-        if self.setting.call is not None and plan.micro is None:
-            plan = self.setting.call.plan(plan)
+        plan = self.setting.whole_plan(plan)
         costs = self.setting.costs(plan)
         peak = costs.limited_bytes
         if not costs.fits_host:
@@ -108,11 +108,7 @@ class Incumbent:
 
     def may_improve(self, plan: StepPlan) -> bool:
         """Return whether a plan may be the best, by its time alone: its memory takes longer to price."""
-        if self.plan is None:
-            return True
-        if self.setting.call is not None and plan.micro is None:
-            plan = self.setting.call.plan(plan)
-        return self.setting.least_seconds(plan) < self.seconds
+        return self.plan is None or self.setting.least_seconds(self.setting.whole_plan(plan)) < self.seconds
 
     def keeps_contracts(self, plan: StepPlan) -> bool:
         """Return whether a plan keeps the contracts of the layout; if not, `broken` names the broken one."""
@@ -364,7 +360,7 @@ def is_searched_whole(work: SearchPhases) -> bool:
     if len(setting.graph.nodes) > SMALL:
         return False
     every = (options_of(setting, work.bound_layout, node) for node in setting.graph.nodes)
-    return sum(map(len, every)) <= MOST_CHOICES
+    return all(total <= MOST_CHOICES for total in accumulate(map(len, every)))
 
 
 def promising_choices(work: SearchPhases) -> AxisRoles:
