@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from autopar.ir.fx_graphs import is_factory
 from autopar.ir.pytree import Mapped, Node
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
@@ -103,3 +104,14 @@ class Exported:
     autocast: tuple[Autocast, ...]
     # Device of the model at export; factories of the graph that name it follow the module to another device.
     device: torch.device | None
+
+    def device_for(self, node: torch.fx.Node, device: torch.device) -> torch.device | None:
+        """Return the device that a call names where the model is on `device`; None where it names none."""
+        # Factories bake the device of the trace into the graph, or take the default device.
+        named: torch.device | None = node.kwargs.get("device")  # type: ignore[assignment]
+        follows = is_factory(node) if named is None else named == self.device
+        return device if follows else named
+
+    def constants_on(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the constants of a model that is on `device`."""
+        return {name: one.to(device) if one.device == self.device else one for name, one in self.constants.items()}

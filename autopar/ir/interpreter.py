@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from autopar.errors import AutoparError
 from autopar.ir.call_arguments import bind_call, check_overlaps, flatten_arguments, signature_of, without_defaults
 from autopar.ir.exported import Autocast, Exported, autocast_state, entered
-from autopar.ir.fx_graphs import is_factory, with_checkpoints
+from autopar.ir.fx_graphs import with_checkpoints
 from autopar.ir.pytree import Flattened, Mapped, difference, unflatten
 from autopar.rules.shard_call.attention import repeat_masked_heads
 from autopar.rules.shard_call.sparse_rows import store_sparsely
@@ -143,17 +143,16 @@ def _place(exported: Exported, device: torch.device | None) -> tuple[GraphModule
     home = exported.device
     if home is not None and device is not None:
         for node in graph.nodes:
-            # Factories bake the device of the trace into the graph, or take the default device.
-            moved = node.kwargs.get("device") == home
-            if moved or (is_factory(node) and "device" not in node.kwargs):
-                node.update_kwarg("device", device)
+            named = exported.device_for(node, device)
+            if named is not None:
+                node.update_kwarg("device", named)
         for name, tensor in exported.constants.items():
             if tensor.is_meta and device.type != "meta":
                 raise AutoparError(
                     f"the tensor {name!r} was on the meta device when the model was traced, so its data is not known. "
                     "Register it as a buffer; then it gets its data with the model."
                 )
-            constants[name] = tensor.to(device) if tensor.device == home else tensor
+        constants = exported.constants_on(device)
     # CUDA's attention kernel with a mask takes no grouped heads.
     if device is not None:
         repeat_masked_heads(graph, device.type)

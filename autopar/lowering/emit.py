@@ -111,8 +111,9 @@ class _Emitter:
         self.routed = RoutedRows(graph, self.axes, self.groups, self.out, self._module)
         self.held: dict[tuple[str, Sharding], Node] = {}
         self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
-        device = torch.device(groups.device_type)
-        self.drawings = RandomOps(self.axes, self.groups.coordinate, device, groups.replicas)
+        self.device = torch.device(groups.device_type)
+        devices = graph.exported.device, self.device
+        self.drawings = RandomOps(self.axes, self.groups.coordinate, devices, groups.replicas)
         self.key: Node | None = None
         self.sum_bytes: dict[str, int] = {}
         self.regions = recompute_regions(graph, recompute) if graph.exported.grad_enabled else ()
@@ -208,6 +209,8 @@ class _Emitter:
                 arguments[name] = None if value is None else [self._operand(item, next(operands)) for item in value]
             else:
                 arguments[name] = self._operand(value, next(operands))
+        if "device" in arguments:
+            arguments["device"] = self.graph.exported.device_for(source, self.device)
         if is_idle_copy(source) and op_assignment.operands == op_assignment.produced:
             result = arguments["self"]
         else:

@@ -119,9 +119,11 @@ class _ShapeRun:
 
     def _op(self, node: Node, values: Mapping[Node, Any]) -> Any:
         """Run an op of torch once for each set of shapes."""
-        if "device" in node.kwargs or any(values.get(one) is None for one in node.all_input_nodes):
+        if any(values.get(one) is None for one in node.all_input_nodes):
             return None
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+        # This machine may lack the device; all shapes are found on one.
+        rest = {name: value for name, value in node.kwargs.items() if name != "device"}
+        args, kwargs = torch.fx.node.map_arg((node.args, rest), values.__getitem__)
         key = node.target, _key(args), _key(kwargs)
         if key not in self.known:
             try:

@@ -46,7 +46,7 @@ from autopar.sharding.options import TrainingOptions
 from autopar.tracing.part_of_model import called_at, of_used
 from autopar.tracing.sized_exports import SizedExports
 
-__all__ = ["CallCache", "Disagreement"]
+__all__ = ["FIRST_CALLS", "CallCache", "Disagreement"]
 
 # If a comparison of ranks makes a device wait, the first calls are compared, then one call in so many.
 FIRST_CALLS, LATER_CALLS = 10, 100

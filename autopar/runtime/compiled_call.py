@@ -189,6 +189,7 @@ class CompiledCall:
         self._graph: NamedGraph | None = graph
         self._make_graph: Callable[[], NamedGraph] | None = None
         self.model, self.exported = graph.model, exported
+        self.constants = exported.constants_on(torch.device(rank.mesh.device_type))
         self.assignment = assignment
         self.emitted = emitted
         self.graph_module = emitted.graph_module
@@ -271,7 +272,7 @@ class CompiledCall:
                 if self.results.compute_dtype is not None and value.is_floating_point():
                     value = value.to(self.results.compute_dtype)
             elif placeholder.kind == "constant":
-                value = self.exported.constants[placeholder.name]
+                value = self.constants[placeholder.name]
             else:
                 assert table is not None, placeholder
                 value = table[placeholder.name.rpartition(".")[2]]

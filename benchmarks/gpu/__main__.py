@@ -24,16 +24,19 @@ from rich.table import Table
 # Section: its module and seconds, and those in tiny sizes on a busy CPU.
 SECTIONS: dict[str, tuple[str, int, int]] = {
     "env": ("steps", 40, 180),
-    "steps": ("steps", 75, 300),
+    "steps": ("steps", 160, 300),
     "sync": ("shards", 40, 300),
-    "graphs": ("steps", 60, 300),
+    "graphs": ("steps", 150, 300),
     "optim": ("steps", 40, 240),
-    "calib": ("kernels", 60, 300),
+    "calib": ("kernels", 90, 300),
     "predict": ("shards", 75, 300),
     "shards": ("shards", 60, 300),
+    "options": ("options", 100, 300),
+    "experts": ("options", 40, 180),
+    "long": ("options", 60, 240),
     "attn": ("kernels", 25, 180),
     "rules": ("kernels", 90, 240),
-    "ranks": ("ranks", 100, 300),
+    "ranks": ("ranks", 250, 300),
 }
 TOTAL_SECONDS = 465
 
@@ -44,7 +47,7 @@ def main() -> int:
     if options.section:
         _run_here(options)
         return 0
-    limit = TOTAL_SECONDS if not options.tiny else sum(tiny for _, _, tiny in SECTIONS.values())
+    limit = options.seconds if not options.tiny else sum(tiny for _, _, tiny in SECTIONS.values())
     begun, found = time.monotonic(), {}
     for name in options.only or SECTIONS:
         found[name] = _run(options, name, limit - (time.monotonic() - begun))
@@ -58,6 +61,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="where the JSON goes")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="time for all sections (default: 465)")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, which a CPU can do")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -20,17 +20,17 @@ from benchmarks.gpu.setting import Setting
 __all__ = ["attn", "calib", "rules"]
 
 # Topics whose kernels differ most between devices: proved first, in case the time ends.
-DEVICES_DIFFER = ["attention", "norm", "matmul", "conv", "loss", "index", "scatter", "pool", "randomness", "reduce"]
+DEVICES_DIFFER = ["attention", "norm", "matmul", "conv_pool", "loss", "index", "scatter", "random", "reduce", "routed"]
 
 
 def calib(setting: Setting) -> None:
     """`autopar calibrate` on one process, and the rate of products of ones, random numbers and zeros."""
-    target = setting.folder / "here.toml"
     seconds = "0.002" if setting.tiny else "0.08"
 
-    def calibrate() -> Mapping[str, Any]:
-        words = ["calibrate", "--processes", "1", "--like", "h200", "--output", str(target), "--seconds", seconds]
-        code = main(words)
+    def calibrate(*options: str) -> Mapping[str, Any]:
+        target = setting.folder / ("tables.toml" if options else "here.toml")
+        words = ["calibrate", "--processes", "1", "--like", setting.shipped, "--output", str(target)]
+        code = main([*words, "--seconds", seconds, *options])
         if code:
             raise AutoparError(f"autopar calibrate ended with code {code}")
         return {"code": code, "lines": len(target.read_text(encoding="utf-8").splitlines())}
@@ -45,6 +45,7 @@ def calib(setting: Setting) -> None:
         return {name: round(2 * size**3 / one["ms"] / 1e9, 3) for name, one in found.items()}
 
     setting.part("calibrate", calibrate)
+    setting.part("tables", lambda: calibrate("--tables"))
     setting.part("tflops", fills)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.lowering.collectives.start_group import choose_gloo_interface
+from autopar.plans.cluster_here import cluster_here
 from autopar.runtime.agreement import Agreement
 
 __all__ = ["Setting", "llama", "one_process", "one_rank_of", "stepper"]
@@ -45,6 +46,11 @@ class Setting:
     @property
     def device(self) -> torch.device:
         return torch.device("cuda", 0) if self.has_gpu else torch.device("cpu")
+
+    @property
+    def shipped(self) -> str:
+        """The cluster file of a machine like this one."""
+        return cluster_here().name if self.has_gpu else "h200"
 
     def part(self, name: str, work: Callable[[], Mapping[str, Any]]) -> None:
         """Keep the result of a part, or its error, and go on."""

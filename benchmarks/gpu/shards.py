@@ -13,6 +13,8 @@ from torch import nn
 import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster, load_cluster
+from autopar.plans.cluster_here import cluster_here
+from autopar.runtime.call_cache import FIRST_CALLS
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan
@@ -41,7 +43,7 @@ def sync(setting: Setting) -> None:
 
     def steady(module: nn.Module, inputs: Any) -> Mapping[str, Any]:
         step = stepper(module, inputs, torch.optim.AdamW(module.parameters(), fused=setting.has_gpu))
-        for _ in range(3):
+        for _ in range(FIRST_CALLS + 1):  # ranks compare their first calls, which waits
             step()
         setting.wait()
         if not setting.has_gpu:
@@ -74,7 +76,7 @@ def sync(setting: Setting) -> None:
 
 def shards(setting: Setting) -> None:
     """One rank of eight or 64: predicted compute and peak beside measured ones; nothing is sent."""
-    cluster = load_cluster("h200" if setting.has_gpu else "local-cpu")
+    cluster = cluster_here()
     wide = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
     for name, (axes, layout) in {**CASES, "fsdp_tp_64": ({"fsdp": 8, "tp": 8}, "fsdp_tp")}.items():
 
@@ -97,11 +99,11 @@ def shards(setting: Setting) -> None:
 def predict(setting: Setting) -> None:
     """Six models on one rank: predicted and measured step and peak, by each description of the hardware."""
     one_process()
-    shipped = "h200" if setting.has_gpu else "local-cpu"
-    clusters = {shipped: load_cluster(shipped)}
-    calibrated = setting.folder / "here.toml"  # by the section calib
-    if calibrated.exists():
-        clusters["calibrated"] = load_cluster(str(calibrated))
+    clusters = {"shipped": cluster_here()}
+    for name in ("here", "tables"):  # by the section calib
+        calibrated = setting.folder / f"{name}.toml"
+        if calibrated.exists():
+            clusters[name] = load_cluster(str(calibrated))
     for name, make in _models(setting).items():
         setting.part(name, partial(_predicted, setting, make, clusters))
 

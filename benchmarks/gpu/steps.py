@@ -65,7 +65,9 @@ def steps(setting: Setting) -> None:
         return setting.medians({"plain": stepper(small, given), "autopar": stepper(module, given)}, 32)
 
     def compiled() -> Mapping[str, Any]:
-        return setting.medians(_compiled(setting, {"plain": model, "autopar": ours}, inputs, None), 8)
+        short, given = llama(setting, layers=4)
+        modules = {"plain": short, "autopar": autopar.parallelize(short, "dp=1", given, layout="ddp")}
+        return setting.medians(_compiled(setting, modules, given, None), 8)
 
     for part in (same, eager, host_bound, compiled):
         setting.part(part.__name__, part)

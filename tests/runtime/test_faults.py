@@ -26,6 +26,9 @@ from tests.runtime.training import error_of
 LOST, LIMIT_SECONDS = 1, 45
 """The rank that goes, and the time limit of the process group: on a busy machine ranks are late by some seconds."""
 
+HUNG_UP = "Connection (closed|reset) by peer|Broken pipe"
+"""Errors of a lost rank's peers: a socket is reset if it held bytes that nobody read, or was written to meanwhile."""
+
 
 def small_gpt(**sizes: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
@@ -52,8 +55,8 @@ def step_without_one(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "code", "others"),
     [
-        ("killed", -signal.SIGKILL, "Connection closed by peer"),
-        ("wrong", 1, "Connection closed by peer"),
+        ("killed", -signal.SIGKILL, HUNG_UP),
+        ("wrong", 1, HUNG_UP),
         ("stuck", None, f"Timed out waiting {LIMIT_SECONDS * 1000}ms"),
     ],
 )
@@ -64,7 +67,7 @@ def test_a_rank_that_is_lost_in_mid_step_ends_the_others(how: str, code: int | N
     survivors = [ending for rank, ending in enumerate(found) if rank != LOST]
     assert [ending.code for ending in survivors] == [1, 1, 1], found
     assert all("Error" in ending.log.splitlines()[-1] for ending in survivors if ending.log.strip())
-    assert any(others in ending.log for ending in survivors), [ending.log[-600:] for ending in survivors]
+    assert any(re.search(others, ending.log) for ending in survivors), [ending.log[-600:] for ending in survivors]
 
 
 def with_mesh(mesh: str, **sizes: Any) -> tuple[nn.Module, str, dict[str, torch.Tensor]]:

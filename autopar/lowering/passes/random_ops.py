@@ -185,13 +185,22 @@ _BY_VALUE = frozenset(
 
 
 class RandomOps:
-    """Drawing ops of one graph in order, on one rank; `replicas` of the graph must draw other numbers each."""
+    """Drawing ops of one graph in order, on one rank; `replicas` of the graph must draw other numbers each.
 
-    def __init__(self, axes: SubMesh, coordinate: Mapping[str, int], device: torch.device, replicas: int = 1) -> None:
+    `devices` are that of the trace, None for several, and that of the rank.
+    """
+
+    def __init__(
+        self,
+        axes: SubMesh,
+        coordinate: Mapping[str, int],
+        devices: tuple[torch.device | None, torch.device],
+        replicas: int = 1,
+    ) -> None:
         self.axes = axes
         self.is_alone = prod(axes.values()) * replicas == 1
         self.coordinate = coordinate
-        self.device = device
+        self.home, self.device = devices
         self.ops: list[DrawnOp] = []
         self._shards = 0
 
@@ -226,10 +235,11 @@ class RandomOps:
         return made
 
     def _device(self, source: Node) -> torch.device:
-        """Return the device of an op: that of the model, unless it was traced on another one."""
+        """Return the device of an op: that of the rank, unless the model has it elsewhere."""
         results = source.meta["val"]
         found: torch.device = (results if isinstance(results, Tensor) else results[0]).device
-        return self.device if found.type in ("meta", self.device.type) else found
+        follows = found == self.home or found.type in ("meta", self.device.type)
+        return self.device if follows else found
 
     def _shard(self, choice: Choice, terms: Iterable[Term]) -> DrawShard:
         factors = {factor for term in terms for factor in term}

@@ -293,8 +293,10 @@ def additivity(run: ShardedRun, group: Sequence[int], shards: int) -> str | None
 # Small integers, so that sums stay exact and in range.
 def _noise(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if like.is_floating_point() or like.is_complex():
-        return torch.randn(like.shape, generator=generator, dtype=like.dtype)
-    return torch.randint(-9, 10, like.shape, generator=generator, dtype=like.dtype)
+        drawn = torch.randn(like.shape, generator=generator, dtype=like.dtype)
+    else:
+        drawn = torch.randint(-9, 10, like.shape, generator=generator, dtype=like.dtype)
+    return drawn.to(like.device)
 
 
 def _with_operands(run: ShardedRun, replaced: Mapping[int, torch.Tensor]) -> dict[str, Any]:
