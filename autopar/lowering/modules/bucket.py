@@ -279,8 +279,6 @@ class BucketState:
     buffer: Tensor | None = field(default=None, metadata=RUN_STATE)
     lasting: KeptGathered | None = field(default=None, metadata=RUN_STATE)
     again: Regathered | None = field(default=None, metadata=RUN_STATE)
-    # Inputs and outputs of the previous call, at the end of a bucket without work in the forward.
-    ended: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = field(default=None, metadata=RUN_STATE)
 
     def free_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the buffer of the previous step, unless a gradient still uses it."""

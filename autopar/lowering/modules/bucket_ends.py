@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from autopar.lowering.modules.bucket import (
     sums_begun,
     waited,
 )
+from autopar.lowering.modules.run_state import RUN_STATE
 
 __all__ = ["BucketEnd", "BucketStart", "RegatherRelease", "RegatherWatch", "with_unsent"]
 
@@ -49,18 +51,28 @@ def start(running: BucketState, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]
     return started
 
 
-def end(running: BucketState, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
+@dataclass(eq=False)
+class _PreviousEnd:
+    """Inputs and results of the previous end of a bucket without work in the forward.
+
+    The bucket does not hold them: their node of autograd holds the bucket, and Python cannot free such a ring.
+    """
+
+    started: tuple[Tensor, ...] | None = field(default=None, metadata=RUN_STATE)
+    found: tuple[Tensor, ...] = field(default=(), metadata=RUN_STATE)
+
+
+def end(running: BucketState, started: Sequence[Tensor], previous: _PreviousEnd) -> tuple[Tensor, ...]:
     if running.has_start or not running.bucket.is_idle or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return _ended(running, started)
     # It saves nothing for a backward, so one piece of graph serves all calls with the same tensors.
-    if running.ended is not None and all(map(operator.is_, started, running.ended[0])):
-        found = running.ended[1]
-        node = next((x.grad_fn for x in found if x.grad_fn is not None), None)
+    if previous.started is not None and all(map(operator.is_, started, previous.started)):
+        node = next((x.grad_fn for x in previous.found if x.grad_fn is not None), None)
         if node is not None:
             node._set_sequence_nr(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]  # as if made now
-        return found
-    running.ended = tuple(started), _ended(running, started)
-    return running.ended[1]
+        return previous.found
+    previous.started, previous.found = tuple(started), _ended(running, started)
+    return previous.found
 
 
 def _ended(running: BucketState, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -114,7 +126,9 @@ class _End(torch.autograd.Function):
             found = [x.view_as(x) for x in found]
         if handling.again and not compiling:
             found = [x if is_alone(x) else x.clone(memory_format=torch.contiguous_format) for x in found]
-            running.again = ctx.again = Regathered(running, tensors, [x.detach() for x in found])
+            # Without their history, whose nodes hold the bucket.
+            stored, whole = ([x.detach() for x in some] for some in (tensors, found))
+            running.again = ctx.again = Regathered(running, tuple(stored), whole)
         return tuple(found)
 
     @staticmethod
@@ -217,9 +231,10 @@ class BucketEnd(nn.Module):
         super().__init__()
         self.running = running
         self.notes = notes
+        self.previous = _PreviousEnd()
 
     def forward(self, started: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return end(self.running, started)
+        return end(self.running, started, self.previous)
 
 
 class RegatherWatch(nn.Module):
