@@ -35,6 +35,7 @@ SECTIONS: dict[str, tuple[str, int, int]] = {
     "experts": ("options", 40, 180),
     "long": ("options", 60, 240),
     "attn": ("kernels", 25, 180),
+    "folded": ("kernels", 30, 120),
     "rules": ("kernels", 90, 240),
     "ranks": ("ranks", 250, 300),
 }

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autopar.rules.proof.run_shards as execution
 from autopar.cli import main
 from autopar.errors import AutoparError
 from autopar.rules.proof import prove as proof
 from autopar.rules.registry import topics
+from autopar.rules.shard_call.folded import attend_folded, kernel_for
 from benchmarks.gpu.setting import Setting
 
-__all__ = ["attn", "calib", "rules"]
+__all__ = ["attn", "calib", "folded", "rules"]
 
 # Topics whose kernels differ most between devices: proved first, in case the time ends.
 DEVICES_DIFFER = ["attention", "norm", "matmul", "conv_pool", "loss", "index", "scatter", "random", "reduce", "routed"]
@@ -83,6 +86,44 @@ def attn(setting: Setting) -> None:
         return {**setting.medians(steps, 3), **peaks}
 
     setting.part("dropout", dropout)
+
+
+def folded(setting: Setting) -> None:
+    """The second rank of four of a folded sequence: by each kernel, and beside scores that are written out."""
+    heads, shared, width = (4, 2, 16) if setting.tiny else (32, 8, 128)
+
+    def operands(seq: int) -> list[Tensor]:
+        kind: dict[str, Any] = {"device": setting.device, "dtype": torch.bfloat16, "requires_grad": True}
+        sizes = ((heads, seq // 4), (shared, seq), (shared, seq))
+        return [torch.randn(1, count, rows, width, **kind) for count, rows in sizes]
+
+    def step(given: Sequence[Tensor], *kernels: SDPBackend) -> Sequence[Tensor]:
+        seq = given[1].shape[-2]
+        with sdpa_kernel([*kernels]):
+            query, key, value = given
+            found = attend_folded(query, key, value, None, True, 2, 0, seq // 8)
+            return (found, *torch.autograd.grad(found, given, found.detach()))
+
+    every = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+    def same() -> Mapping[str, Any]:
+        given = operands(64 if setting.tiny else 1024)
+        exact = step([x.detach().float().requires_grad_() for x in given], SDPBackend.MATH)
+        worst = {}
+        for name, kernel in every.items():
+            pairs = zip(step(given, kernel, SDPBackend.FLASH_ATTENTION), exact, strict=True)
+            worst[name] = max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
+        return {"chosen": kernel_for(given[0], width), **worst}
+
+    setting.part("same", same)
+    for seq in (64,) if setting.tiny else (8192, 65536):
+
+        def timed(seq: int = seq) -> Mapping[str, Any]:
+            given = operands(seq)
+            kernels = {name: (kernel, SDPBackend.FLASH_ATTENTION) for name, kernel in every.items()}
+            return setting.medians({name: partial(step, given, *both) for name, both in kernels.items()}, 5)
+
+        setting.part(f"{seq}_tokens", timed)
 
 
 def _heads(setting: Setting, heads: int, width: int, rows: tuple[int, ...]) -> list[Tensor]:

@@ -24,6 +24,8 @@ __all__ = ["E4M3", "FLOAT8_LINEAR", "float8_arguments", "float8_linear", "rounde
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # `torch._scaled_mm` takes sizes that are multiples of it.
 MULTIPLE = 16
+# Of a float32.
+EXPONENT_BITS = 0x7F800000
 
 _LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("float8_linear(Tensor input, Tensor weight, Tensor? bias, bool rows) -> Tensor")
@@ -48,14 +50,14 @@ def float8_arguments(
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
-    """Return the power of two by which numbers up to `largest` fill the range of a dtype; 1 for zeros, NaN for inf."""
-    ratio = torch.finfo(dtype).max / largest.float()
-    # The exponent of a mantissa in [1/2, 1), less one, is that of the power of two below the ratio.
-    exponent = torch.where(ratio.isinf(), 126, torch.frexp(ratio).exponent - 1)
-    # Beyond these exponents the scale or its inverse is no normal float32.
-    found = torch.where(largest == 0, 1.0, torch.ldexp(torch.ones_like(ratio), exponent.clamp(-126, 126)))
+    """Return the power of two by which numbers up to `largest` fill the range of a dtype; NaN for inf."""
+    largest = largest.float()
+    # Few ops: on a GPU they take longer to start than to run. Without its mantissa a number is the power of two below.
+    bits = (torch.finfo(dtype).max / largest).view(torch.int32).bitwise_and(EXPONENT_BITS)
+    # Beyond these exponents the scale or its inverse is no normal float32; zeros may have any scale.
+    found = bits.view(torch.float32).clamp(2.0**-126, 2.0**126)
     # An overflow must show in the result: casts to float8 may turn infinity into the largest number.
-    return torch.where(largest.isfinite(), found, torch.nan)
+    return torch.addcmul(found, largest, torch.zeros_like(largest))
 
 
 def scaled(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:

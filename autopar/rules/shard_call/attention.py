@@ -21,6 +21,7 @@ from torch.nn import functional
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 
 __all__ = [
+    "aligned",
     "attend_last_rows",
     "attention_with_all_heads",
     "broadcast_lead",
@@ -100,6 +101,11 @@ def widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
 
 
+def aligned(width: int) -> int:
+    """Return the width to which fused kernels of GPUs take heads."""
+    return -(-width // GPU_ALIGNMENT) * GPU_ALIGNMENT
+
+
 def fused_kernel(device_type: str, index: int | None, dtype: torch.dtype, width: int) -> str:
     """Return the fused kernel for such tensors: `flash`, `efficient`, `cpu`, or none."""
     if device_type == "cpu":
@@ -122,16 +128,15 @@ fused_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    width = max(q.shape[-1], v.shape[-1])
-    aligned = -(-width // GPU_ALIGNMENT) * GPU_ALIGNMENT
-    padded = [widened(x, aligned) for x in (q, k, v)]
+    width = aligned(max(q.shape[-1], v.shape[-1]))
+    padded = [widened(x, width) for x in (q, k, v)]
     # For this op causal means that the last query sees all keys, unlike for `scaled_dot_product_attention`.
     found: Tensor = aten._scaled_dot_product_flash_attention.default(*padded, 0.0, True, False, scale=scale)[0]
     return found[..., : v.shape[-1]]
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    widths = [-(-x.shape[-1] // GPU_ALIGNMENT) * GPU_ALIGNMENT for x in (q, k, v)]
+    widths = [aligned(x.shape[-1]) for x in (q, k, v)]
     padded = [widened(x, width).transpose(1, 2) for x, width in zip((q, k, v), widths, strict=True)]
     saves = torch.is_grad_enabled() and any(x.requires_grad for x in padded)
     nothing = (None,) * 5  # no bias, all sequences of one length

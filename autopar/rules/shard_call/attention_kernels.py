@@ -11,10 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from autopar.rules.shard_call.attention import in_sum_dtype
 
-__all__ = ["BACKWARD", "FORWARD", "KeyRange", "StoredRange", "add_rows", "finite_sums", "merged", "take_rows"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "KeyRange",
+    "StoredRange",
+    "add_rows",
+    "finite_sums",
+    "merged",
+    "prefers_cudnn",
+    "take_rows",
+]
 
 aten = torch.ops.aten
 
@@ -161,6 +172,54 @@ def _flash_backward(
     return tuple(x.transpose(1, 2) for x in made)
 
 
+def _cudnn(rows: Tensor, keys: Tensor, values: Tensor, part: KeyRange, scale: float) -> tuple[Tensor, Tensor]:
+    if not _is_for_cudnn(rows, keys, part):
+        return _flash(rows, keys, values, part, scale)
+    found, sums, *_ = aten._scaled_dot_product_cudnn_attention.default(
+        rows, keys, values, None, True, 0.0, part.causal, False, scale=scale
+    )
+    return found, sums[..., 0]
+
+
+def _cudnn_backward(
+    gradient: Tensor,
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    found: Tensor,
+    sums: Tensor,
+    part: KeyRange,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    if not _is_for_cudnn(rows, keys, part):
+        return _flash_backward(gradient, rows, keys, values, found, sums, part, scale)
+    # Without dropout the state of the generator is not read.
+    state = torch.empty((), dtype=torch.int64, device=rows.device)
+    lengths = None, None, rows.shape[-2], keys.shape[-2]
+    made: tuple[Tensor, ...] = aten._scaled_dot_product_cudnn_attention_backward.default(
+        *(gradient, rows, keys, values, found, sums[..., None].contiguous(), state, state, None),
+        *(*lengths, 0.0, part.causal),
+        scale=scale,
+    )
+    return made
+
+
+def _is_for_cudnn(rows: Tensor, keys: Tensor, part: KeyRange) -> bool:
+    """Return whether cuDNN takes a range: it has no windows, and its causal form begins with the first key."""
+    return not part.window and (not part.causal or (not part.behind and rows.shape[-2] == keys.shape[-2]))
+
+
+def prefers_cudnn(index: int | None, dtype: torch.dtype, width: int) -> bool:
+    """Return whether torch takes cuDNN's attention for heads of this width on a GPU."""
+    device = torch.device("cuda", index) if index is not None else torch.device("cuda")
+    probe = torch.empty(1, 1, 128, width, dtype=dtype, device=device, requires_grad=True)
+    return bool(torch._fused_sdp_choice(probe, probe, probe, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value)
+
+
+# What torch.compiler.assume_constant_result does, without loading the compiler: it cannot ask a device.
+prefers_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _sides(part: KeyRange) -> dict[str, int]:
     # Counted from the key that stands as far from the last one as the row from the last row.
     left, right = part.window - 1 - part.behind, part.behind
@@ -199,5 +258,10 @@ def _written_backward(
     return of_scores @ in_sum_dtype(keys), of_keys, weights.transpose(-1, -2) @ given
 
 
-FORWARD: dict[str, Any] = {"cpu": _cpu, "flash": _flash, "written": _written}
-BACKWARD: dict[str, Any] = {"cpu": _cpu_backward, "flash": _flash_backward, "written": _written_backward}
+FORWARD: dict[str, Any] = {"cpu": _cpu, "flash": _flash, "cudnn": _cudnn, "written": _written}
+BACKWARD: dict[str, Any] = {
+    "cpu": _cpu_backward,
+    "flash": _flash_backward,
+    "cudnn": _cudnn_backward,
+    "written": _written_backward,
+}

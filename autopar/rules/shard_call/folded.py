@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.rules.shard_call.attention import (
     BLOCK_ROWS,
-    GPU_ALIGNMENT,
+    aligned,
     broadcast_lead,
     check_first_derivative,
     fused_kernel,
@@ -33,6 +33,7 @@ from autopar.rules.shard_call.attention_kernels import (
     StoredRange,
     add_rows,
     merged,
+    prefers_cudnn,
     take_rows,
 )
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
@@ -94,8 +95,8 @@ def attend_folded(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     width = max(query.shape[-1], value.shape[-1])
     kernel = kernel_for(query, width)
-    if kernel == "flash":
-        width = -(-width // GPU_ALIGNMENT) * GPU_ALIGNMENT
+    if kernel in ("flash", "cudnn"):
+        width = aligned(width)
     q, k, v = (widened(x, width) for x in with_heads(query, key, value, grouped, shares=kernel != "written"))
     rows = _Rows(pieces, key.shape[-2] // pieces, start, query.shape[-2] // pieces, window, kernel)
     found: Tensor = _Folded.apply(q, k, v, scale, rows)  # type: ignore[no-untyped-call]
@@ -103,10 +104,12 @@ def attend_folded(
 
 
 def kernel_for(query: Tensor, width: int) -> str:
-    """Return the kernel of parts of attention: `cpu`, `flash`, or `written` where none gives the sums of weights."""
+    """Return the kernel of parts of attention: `cpu`, `flash`, `cudnn`; `written` where none gives sums of weights."""
     # A trace has no device yet; the CPU's kernel knows the shapes of its results there, too.
     device = "cpu" if query.device.type == "meta" else query.device.type
     kernel = fused_kernel(device, query.device.index, query.dtype, width)
+    if kernel == "flash" and prefers_cudnn(query.device.index, query.dtype, aligned(width)):
+        return "cudnn"
     return kernel if kernel in ("cpu", "flash") else "written"
 
 

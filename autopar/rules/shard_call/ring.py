@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopar.rules.shard_call.attention import (
     BLOCK_ROWS,
-    GPU_ALIGNMENT,
+    aligned,
     broadcast_lead,
     check_first_derivative,
     in_sum_dtype,
@@ -98,8 +98,8 @@ def attend_ring(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     width = max(query.shape[-1], value.shape[-1])
     kernel = "written" if mask is not None else kernel_for(query, width)
-    if kernel == "flash":
-        width = -(-width // GPU_ALIGNMENT) * GPU_ALIGNMENT
+    if kernel in ("flash", "cudnn"):
+        width = aligned(width)
     q, k, v = with_heads(query, key, value, grouped, shares=True)
     bias = None if mask is None else _added(mask, (*lead, query.shape[-2], shard.total), q)
     pass_ = _Pass(shard, kernel, scale, width)
