@@ -44,7 +44,8 @@ def options(setting: Setting) -> None:
     """A Llama under each option: predicted and measured step and peak, and gradients beside those of bfloat16."""
     one_process()
     model, inputs = llama(setting, layers=8)
-    model = nn.Module.to(model, torch.float32)
+    # The peaks are of the copies, which are on the device.
+    model = nn.Module.to(model, "cpu", torch.float32)
     reference: dict[str, Tensor] = {}
     for name, asked in OPTIONS.items():
         setting.part(name, partial(_under, setting, model, inputs, asked, reference))
@@ -55,7 +56,9 @@ def _under(
 ) -> Mapping[str, Any]:
     given = {"layout": WHOLE, "precision": "bf16", **asked}
     plan = autopar.plan(model, "dp=1", inputs, cluster=cluster_here(), outputs="loss", cache=False, **given)
-    module = autopar.parallelize(copy.deepcopy(model), "dp=1", inputs, layout=plan, outputs="loss")
+    copied = nn.Module.to(copy.deepcopy(model), setting.device)
+    module = autopar.parallelize(copied, "dp=1", inputs, layout=plan, outputs="loss")
+    del copied
     found = measured(setting, module, inputs, plan)
     gradients = {name: _local(parameter.grad).float().cpu() for name, parameter in module.named_parameters()}
     if not reference:
@@ -142,7 +145,8 @@ def long(setting: Setting) -> None:
                 sizes = {} if setting.tiny else {"hidden_size": 4096, "intermediate_size": 14336}
                 model, inputs = llama(setting, layers=2, batch=1, seq=65536, **sizes)
                 given = {"layout": layout, "outputs": "loss"}
-                plan = autopar.plan(model, "cp=8", inputs, cluster=cluster, cache=False, **given)  # type: ignore[arg-type]
+                meta = nn.Module.to(copy.deepcopy(model), "meta")
+                plan = autopar.plan(meta, "cp=8", inputs, cluster=cluster, cache=False, **given)  # type: ignore[arg-type]
                 module = autopar.parallelize(model, mesh, inputs, layout=plan, outputs="loss")
                 del model
                 found = measured(setting, module, inputs, plan)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
+from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.plans.cluster_here import cluster_here
@@ -83,9 +84,7 @@ def shards(setting: Setting) -> None:
         def rank(axes: Mapping[str, int] = axes, layout: str = layout) -> Mapping[str, Any]:
             with one_rank_of(axes, setting.device) as mesh:
                 model, inputs = llama(setting, layers=4, batch=2 * next(iter(axes.values())), **wide)
-                graph = autopar.trace(model, inputs)
-                ranks = SubMesh(axes)
-                costs = evaluate(graph, propagate_plan(graph, choose_layout(layout, ranks), ranks), cluster)
+                costs = _costs(model, inputs, layout, SubMesh(axes), {"shipped": cluster})["shipped"]
                 module = autopar.parallelize(model, mesh, inputs, layout=layout)
                 del model
                 found = _measured(setting, module, inputs)
@@ -110,17 +109,30 @@ def predict(setting: Setting) -> None:
 
 def _predicted(setting: Setting, make: Callable[[], Any], clusters: Mapping[str, Cluster]) -> Mapping[str, Any]:
     model, inputs = make()
-    graph, axes = autopar.trace(model, inputs), SubMesh({"dp": 1})
-    plan = propagate_plan(graph, choose_layout("ddp", axes), axes)
+    costs = _costs(model, inputs, "ddp", SubMesh({"dp": 1}), clusters)
+    compiled = _costs(model, inputs, "ddp", SubMesh({"dp": 1}), clusters, TrainingOptions(compiled=True))
     module = autopar.parallelize(model, "dp=1", inputs, layout="ddp")
     del model
     found = _measured(setting, module, inputs)
-    for name, cluster in clusters.items():
-        costs = evaluate(graph, plan, cluster)
-        beside = _beside(found, 1e3 * costs.step_seconds, costs.memory.peak_bytes / 2**30)
-        compiled = evaluate(graph, plan.with_options(TrainingOptions(compiled=True)), cluster)
-        found[name] = {**beside, "compiled_ms": round(1e3 * compiled.step_seconds, 3)}
+    for name in clusters:
+        beside = _beside(found, 1e3 * costs[name].step_seconds, costs[name].memory.peak_bytes / 2**30)
+        found[name] = {**beside, "compiled_ms": round(1e3 * compiled[name].step_seconds, 3)}
     return found
+
+
+def _costs(
+    model: nn.Module,
+    inputs: Any,
+    layout: str,
+    axes: SubMesh,
+    clusters: Mapping[str, Cluster],
+    options: TrainingOptions | None = None,
+) -> dict[str, Costs]:
+    """Price a layout by each description of the hardware; the graph, which holds the model, is gone afterwards."""
+    graph = autopar.trace(model, inputs)
+    plan = propagate_plan(graph, choose_layout(layout, axes), axes)
+    plan = plan if options is None else plan.with_options(options)
+    return {name: evaluate(graph, plan, cluster) for name, cluster in clusters.items()}
 
 
 def _measured(setting: Setting, module: nn.Module, inputs: Any) -> dict[str, Any]:

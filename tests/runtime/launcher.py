@@ -19,6 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 __all__ = ["Ending", "endings", "in_turn", "launch"]
 
 # Seconds in which a rank that crashes ends, after others have failed for it.
@@ -82,7 +84,8 @@ def in_turn(*calls: tuple[Callable[..., Any], tuple[Any, ...]]) -> dict[str, Any
 def _start(
     function: Callable[..., Any], arguments: Any, folder: Path, ranks: int, limit_seconds: float | None
 ) -> list[BaseProcess]:
-    context = multiprocessing.get_context("forkserver")
+    # A process that was forked cannot use CUDA.
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     # One server for the whole session: it imports torch and autopar once, and each rank of each launch is a fork of it.
     context.set_forkserver_preload(["tests.runtime.preload"])
     (folder / "arguments").write_bytes(pickle.dumps(arguments))

@@ -237,7 +237,8 @@ def _recombine_one(
     stacked = torch.stack(tensors)
     if kind is FactorKind.MEAN:
         # A mean over uneven shards weighs each with its length.
-        lengths = torch.tensor([piece.length / piece.total for piece in pieces], dtype=stacked.dtype)
+        shares = [piece.length / piece.total for piece in pieces]
+        lengths = torch.tensor(shares, dtype=stacked.dtype, device=stacked.device)
         return (stacked * lengths.reshape(-1, *[1] * tensors[0].dim())).sum(0)
     if kind in (FactorKind.MAX, FactorKind.MIN):
         if stacked.is_complex():  # they have no order: only what is the same in all shards comes back
