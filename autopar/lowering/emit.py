@@ -112,8 +112,7 @@ class _Emitter:
         self.held: dict[tuple[str, Sharding], Node] = {}
         self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
         self.device = torch.device(groups.device_type)
-        devices = graph.exported.device, self.device
-        self.drawings = RandomOps(self.axes, self.groups.coordinate, devices, groups.replicas)
+        self.drawings = RandomOps(graph, self.axes, self.groups.coordinate, self.device, groups.replicas)
         self.key: Node | None = None
         self.sum_bytes: dict[str, int] = {}
         self.regions = recompute_regions(graph, recompute) if graph.exported.grad_enabled else ()
@@ -154,10 +153,12 @@ class _Emitter:
         if self.parameters.gate is not None:
             put_gate(self.out, self.modules, self.parameters.gate)
         repeat_masked_heads(self.out, self.groups.device_type)
-        mutated = len(self.graph.exported.mutations)
         module = with_regions(self.out, self.modules, self.regions)
         draws = tuple(self.drawings.ops)
-        returned, inserted = self.reshard_plan.results[mutated:], self.reshard_plan.inserted()
+        returned, inserted = (
+            self.reshard_plan.results[len(self.graph.exported.mutations) :],
+            self.reshard_plan.inserted(),
+        )
         emitted = Emitted(module, inserted, returned, draws, ends, self.sum_bytes)
         if verifying():
             verify_emitted(self.graph, self.assignment, self.groups, self.reshard_plan, emitted)

@@ -224,6 +224,30 @@ def test_tiles_are_kept_where_they_fit() -> None:
     assert fit_products(smooth, load_device("h100"), 3e12).matrix is None
 
 
+def test_ops_that_wait_for_the_host_are_left_out() -> None:
+    """A host that takes 25 us for an op hides the times of small products and attentions."""
+    whole = made(load_device("h100"))
+    host = 2.5e-5
+    late = replace(
+        whole,
+        products=tuple(replace(one, seconds=max(one.seconds, host)) for one in whole.products),
+        attentions=tuple(
+            replace(
+                one, forward_seconds=max(one.forward_seconds, host), backward_seconds=max(one.backward_seconds, host)
+            )
+            for one in whole.attentions
+        ),
+    )
+    kept = late.of_device()
+    assert 0 < len(kept.products) < len(whole.products)
+    assert all(one.seconds >= 2 * host for one in kept.products)
+    assert all(min(one.forward_seconds, one.backward_seconds) >= 2 * host for one in kept.attentions)
+    peak = fit_products(whole.products, load_device("h100"), 3e12).peak_flops["bfloat16"]
+    found = fit_products(kept.products, load_device("h100"), 3e12).peak_flops["bfloat16"]
+    assert found == pytest.approx(peak, rel=0.02)
+    assert replace(late, own_host=True).of_device().products == late.products
+
+
 def test_a_measured_library_takes_of_host_and_device_what_the_shipped_one_does(tmp_path: Path) -> None:
     sent = [TimedCollective("all_gather", 0, 2, 1024.0 * 2**i, 1e-5 + 512 * 2**i / 2e11, i % 2 == 1) for i in range(15)]
     found = replace(made(load_device("h100")), collectives=tuple(sent), ranks_per_node=2)

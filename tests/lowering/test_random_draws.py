@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def drawn(graph: NamedGraph, choice: Choice, at: dict[str, int]) -> tuple[list[str], list[DrawnOp]]:
     """The names of what the ops of a graph draw on one rank."""
-    drawings = RandomOps(AXES, at, (CPU, CPU))
+    drawings = RandomOps(graph, AXES, at, CPU)
     sources = {node.name: node for node in graph.exported.graph_module.graph.nodes}
     made = [drawings.make(node, sources[node.node], choice, {}, False) for node in graph.nodes]
     return [one.draw for one in made if one is not None], drawings.ops
@@ -57,7 +57,7 @@ def test_one_rank_draws_as_the_model_does() -> None:
     graph = autopar.trace(nn.Dropout(0.1).train(), (torch.randn(4, 6),))
     source = next(n for n in graph.exported.graph_module.graph.nodes if n.name == graph.nodes[0].node)
     assert (
-        RandomOps({"a": 1, "b": 1}, {"a": 0, "b": 0}, (CPU, CPU)).make(graph.nodes[0], source, Choice(), {}, False)
+        RandomOps(graph, {"a": 1, "b": 1}, {"a": 0, "b": 0}, CPU).make(graph.nodes[0], source, Choice(), {}, False)
         is None
     )
 

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf, prod, sqrt
+from operator import attrgetter
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -120,6 +122,26 @@ class Measurements:
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    def of_device(self) -> Measurements:
+        """Return the measurements without those whose time is that of the host, which queues ops for the device."""
+        if self.own_host:
+            return self
+        attentions = _longer(_longer(self.attentions, "forward_seconds"), "backward_seconds")
+        return replace(self, products=_longer(self.products, "seconds"), attentions=attentions)
+
+
+# An op that takes less than so many times the shortest one may wait for the host.
+SURELY_OF_DEVICE = 2.0
+
+Timed = TypeVar("Timed")
+
+
+def _longer(measured: tuple[Timed, ...], field: str) -> tuple[Timed, ...]:
+    """Return the measurements that are longer than what the host takes; all of them if none is."""
+    seconds = attrgetter(field)
+    least = SURELY_OF_DEVICE * min(map(seconds, measured), default=0.0)
+    return tuple(one for one in measured if seconds(one) >= least) or measured
 
 
 # -- products ---------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def measure(budget: MeasuringBudget, tick: Tick) -> Measurements:
         own_host=place.on_cpu,
         processors=processors,
     )
-    found = _add_ops(place, budget, tick, found)
+    found = _add_ops(place, budget, tick, found).of_device()
     if place.ranks == 1:
         return found
     collectives = []

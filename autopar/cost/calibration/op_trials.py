@@ -27,7 +27,8 @@ from autopar.tracing.trace import named_graph
 Function = Callable[..., torch.Tensor]
 # Returns the seconds of one call.
 Timer = Callable[[Callable[[], object]], float]
-CHANNELS = 16
+# Kernels of GPUs give each channel a processor: as many as models of images have.
+CHANNELS = 256
 # Values per op. On a GPU: more than its caches hold, and long beside a kernel launch.
 NUMEL_CPU = 2**20
 NUMEL_GPU = 2**26
@@ -194,7 +195,7 @@ def attention_trials(device_type: str) -> tuple[AttentionTrial, ...]:
         AttentionTrial(causal, rows, 32, head_dim, torch.float16)
         for causal in masks
         for head_dim in (64, 128)
-        for rows in (1024, 2048, 4096)
+        for rows in (1024, 2048, 4096, 16384)
     )
 
 

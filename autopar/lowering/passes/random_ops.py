@@ -23,6 +23,7 @@ from torch.fx import Node
 
 from autopar.errors import AutoparError
 from autopar.ir.fx_graphs import is_random
+from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.lowering.modules.random_draws import DrawShard, DropoutMask, LocalRegion, OpSample, RreluSlopes
 from autopar.lowering.modules.shard_ops import Dropout, DropoutAttention, Gamma, RandomOp, Rrelu, SampledOp
@@ -185,22 +186,21 @@ _BY_VALUE = frozenset(
 
 
 class RandomOps:
-    """Drawing ops of one graph in order, on one rank; `replicas` of the graph must draw other numbers each.
-
-    `devices` are that of the trace, None for several, and that of the rank.
-    """
+    """Drawing ops of one graph in order, on one rank; `replicas` of the graph must draw other numbers each."""
 
     def __init__(
         self,
+        graph: NamedGraph,
         axes: SubMesh,
         coordinate: Mapping[str, int],
-        devices: tuple[torch.device | None, torch.device],
+        device: torch.device,
         replicas: int = 1,
     ) -> None:
         self.axes = axes
         self.is_alone = prod(axes.values()) * replicas == 1
         self.coordinate = coordinate
-        self.home, self.device = devices
+        # Of the trace, and of the rank.
+        self.home, self.device = graph.exported.device, device
         self.ops: list[DrawnOp] = []
         self._shards = 0
 
