@@ -205,11 +205,10 @@ class _Emitter:
         operands = iter(None if place is None else self._value(*place) for place in wired.operands)
         arguments = arguments_by_name(source.target, source.args, source.kwargs)
         for name, is_list in takes_tensors(source.target).items():
-            value = arguments[name]
-            if is_list:
-                arguments[name] = None if value is None else [self._operand(item, next(operands)) for item in value]
-            else:
-                arguments[name] = self._operand(value, next(operands))
+            given = (arguments[name] or ()) if is_list else (arguments[name],)
+            local = [one if isinstance(item, Node) else item for item, one in zip(given, operands, strict=False)]
+            if arguments[name] is not None:
+                arguments[name] = local if is_list else local[0]
         if "device" in arguments:
             arguments["device"] = self.graph.exported.device_for(source, self.device)
         if is_idle_copy(source) and op_assignment.operands == op_assignment.produced:
@@ -221,9 +220,6 @@ class _Emitter:
         self._keep(source, node, op_assignment, result)
         for one in wired.after:
             self._convert(one)
-
-    def _operand(self, given: Any, converted: Node | None) -> Any:
-        return converted if isinstance(given, Node) else given
 
     def _local(
         self, source: Node, node: NamedNode, op_assignment: OpAssignment, wired: OpReshards, arguments: dict[str, Any]
