@@ -15,7 +15,7 @@ from autopar.ir.call_arguments import bind_call, check_overlaps, flatten_argumen
 from autopar.ir.exported import Autocast, Exported, autocast_state, entered
 from autopar.ir.fx_graphs import with_checkpoints
 from autopar.ir.pytree import Flattened, Mapped, difference, unflatten
-from autopar.rules.shard_call.attention import repeat_masked_heads
+from autopar.rules.shard_call.attention import repeat_grouped_heads
 from autopar.rules.shard_call.sparse_rows import store_sparsely
 
 
@@ -155,7 +155,7 @@ def _place(exported: Exported, device: torch.device | None) -> tuple[GraphModule
         constants = exported.constants_on(device)
     # CUDA's attention kernel with a mask takes no grouped heads.
     if device is not None:
-        repeat_masked_heads(graph, device.type)
+        repeat_grouped_heads(graph, device.type)
     store_sparsely(graph)
     return with_checkpoints(graph), constants
 

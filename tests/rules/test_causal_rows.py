@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.rules.notation import parse_rule
-from autopar.rules.shard_call import attention as causal
-from autopar.rules.shard_call.attention import causal_rows
+from autopar.rules.shard_call import attention, last_rows
+from autopar.rules.shard_call.last_rows import causal_rows
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from tests.masks import Masks
 
@@ -88,7 +88,7 @@ GROUPED = {
 @pytest.fixture(params=["fused", "written out"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """With the fused kernel and without; blocks are small, so that there are several."""
-    monkeypatch.setattr(causal, "BLOCK_ROWS", 5)
+    monkeypatch.setattr(last_rows, "BLOCK_ROWS", 5)
     with contextlib.nullcontext() if request.param == "fused" else sdpa_kernel(SDPBackend.MATH):
         yield request.param
 
@@ -192,16 +192,17 @@ def test_kernel_of_a_gpu(
     capability: tuple[int, int], dtype: torch.dtype, width: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    assert causal.fused_kernel("cuda", 0, dtype, width) == expected
+    assert attention.fused_kernel("cuda", 0, dtype, width) == expected
     with sdpa_kernel(SDPBackend.MATH):
-        assert causal.fused_kernel("cuda", 0, dtype, width) == "none"
+        assert attention.fused_kernel("cuda", 0, dtype, width) == "none"
 
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient"])
 @pytest.mark.parametrize("name", ["plain", "wide values", "more keys", "groups", "groups, wide values", "one head"])
 def test_calls_of_a_gpu(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: shapes alone, forward and backward, and one call of one kernel that masks by itself."""
-    monkeypatch.setattr(causal, "fused_kernel", lambda *kind: kernel)
+    for chooser in ("fused_kernel", "kernel_for"):
+        monkeypatch.setattr(last_rows, chooser, lambda *kind: kernel)
     shapes = {**SHAPES, **GROUPED}[name]
     dtype = torch.bfloat16 if kernel == "flash" else torch.float32
     called = []

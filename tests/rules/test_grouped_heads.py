@@ -1,12 +1,16 @@
-"""Masks beside grouped heads: what is run where a kernel takes no mask with fewer heads of keys than of queries."""
+"""Grouped heads on GPUs: they are repeated where no fused kernel takes fewer heads of keys than of queries."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch.fx import Graph
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.rules.shard_call.attention import SDPA, attention_with_all_heads, repeat_masked_heads
+from autopar.rules.shard_call.attention import SDPA, repeat_grouped_heads
 from examples.hf import hf
 
 
@@ -18,17 +22,45 @@ def graph_of(masked: bool, grouped: bool) -> Graph:
     return graph
 
 
-def test_heads_are_repeated_for_a_mask_on_cuda_alone() -> None:
-    for masked, grouped, device, changed in (
-        (True, True, "cuda", True),
-        (True, True, "cpu", False),
-        (False, True, "cuda", False),
-        (True, False, "cuda", False),
-    ):
-        graph = graph_of(masked, grouped)
-        repeat_masked_heads(graph, device)
-        calls = {node.target for node in graph.nodes if node.op == "call_function"}
-        assert calls == {attention_with_all_heads if changed else SDPA}, (masked, grouped, device)
+class Heads(TorchDispatchMode):
+    """Heads of the keys that the kernels of attention get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "scaled_dot_product" in str(func):
+            self.seen.append(args[1].shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("masked", "dtype", "device", "heads"),
+    [
+        (True, torch.bfloat16, "cuda", 4),
+        (False, torch.float32, "cuda", 4),
+        (False, torch.bfloat16, "cuda", 2),
+        (True, torch.bfloat16, "cpu", 2),
+        (False, torch.float32, "cpu", 2),
+    ],
+)
+def test_heads_are_repeated_where_no_kernel_takes_groups(
+    masked: bool, dtype: torch.dtype, device: str, heads: int
+) -> None:
+    graph = graph_of(masked, True)
+    repeat_grouped_heads(graph, device)
+    q, k, v = (torch.randn(2, h, 6, 4, dtype=dtype, requires_grad=True) for h in (4, 2, 2))
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    with Heads() as found:
+        torch.fx.GraphModule(torch.nn.Module(), graph)(q, k, v, mask)
+    assert found.seen == [heads]
+
+
+def test_attention_with_as_many_heads_stays() -> None:
+    graph = graph_of(True, False)
+    repeat_grouped_heads(graph, "cuda")
+    assert {node.target for node in graph.nodes if node.op == "call_function"} == {SDPA}
 
 
 def test_repeated_heads_give_the_same() -> None:
@@ -38,7 +70,7 @@ def test_repeated_heads_give_the_same() -> None:
     module = torch.fx.GraphModule(torch.nn.Module(), graph_of(True, True))
     expected = module(q, k, v, mask)
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
-    repeat_masked_heads(module.graph, "cuda")
+    repeat_grouped_heads(module.graph, "cuda")
     module.recompile()
     found = module(q, k, v, mask)
     assert torch.allclose(found, expected, rtol=0, atol=1e-14)

@@ -18,8 +18,8 @@ from autopar.rules.notation import FactorKind, Operand, Rule
 from autopar.rules.ops.index import own_bags, own_rows
 from autopar.rules.ops.matmul import grouped_experts, grouped_rows
 from autopar.rules.ops.routed import own_groups
-from autopar.rules.shard_call.attention import causal_rows
 from autopar.rules.shard_call.folded import folded_rows
+from autopar.rules.shard_call.last_rows import causal_rows
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, narrow
 from autopar.rules.shard_call.windows import arange_part, own_part, window, window_mean
 
