@@ -144,11 +144,10 @@ def long(setting: Setting) -> None:
             with one_rank_of({"cp": 8}, setting.device) as mesh:
                 sizes = {} if setting.tiny else {"hidden_size": 4096, "intermediate_size": 14336}
                 model, inputs = llama(setting, layers=2, batch=1, seq=65536, **sizes)
-                given = {"layout": layout, "outputs": "loss"}
                 # A plan holds the model that it was made for.
                 meta = nn.Module.to(copy.deepcopy(model), "meta"), {name: x.to("meta") for name, x in inputs.items()}
-                plan = autopar.plan(meta[0], "cp=8", meta[1], cluster=cluster, cache=False, **given)  # type: ignore[arg-type]
-                module = autopar.parallelize(model, mesh, inputs, layout=plan, outputs="loss")
+                plan = autopar.plan(meta[0], "cp=8", meta[1], layout=layout, cluster=cluster, cache=False)
+                module = autopar.parallelize(model, mesh, inputs, layout=plan)
                 del model
                 found = measured(setting, module, inputs, plan)
                 computed = 1e3 * (plan.costs.compute.seconds + plan.costs.waiting_seconds)
