@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from autopar.errors import AutoparError
 from autopar.ir.fx_graphs import is_factory
 from autopar.ir.pytree import Mapped, Node
 
@@ -114,4 +115,10 @@ class Exported:
 
     def constants_on(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the constants of a model that is on `device`."""
+        for name, constant in self.constants.items():
+            if constant.is_meta and device.type != "meta":
+                raise AutoparError(
+                    f"the tensor {name!r} was on the meta device when the model was traced, so its data is not known. "
+                    "Register it as a buffer; then it gets its data with the model."
+                )
         return {name: one.to(device) if one.device == self.device else one for name, one in self.constants.items()}

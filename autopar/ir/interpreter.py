@@ -146,14 +146,7 @@ def _place(exported: Exported, device: torch.device | None) -> tuple[GraphModule
             named = exported.device_for(node, device)
             if named is not None:
                 node.update_kwarg("device", named)
-        for name, tensor in exported.constants.items():
-            if tensor.is_meta and device.type != "meta":
-                raise AutoparError(
-                    f"the tensor {name!r} was on the meta device when the model was traced, so its data is not known. "
-                    "Register it as a buffer; then it gets its data with the model."
-                )
         constants = exported.constants_on(device)
-    # CUDA's attention kernel with a mask takes no grouped heads.
     if device is not None:
         repeat_grouped_heads(graph, device.type)
     store_sparsely(graph)

@@ -155,11 +155,8 @@ class _Emitter:
         repeat_grouped_heads(self.out, self.groups.device_type)
         module = with_regions(self.out, self.modules, self.regions)
         draws = tuple(self.drawings.ops)
-        returned, inserted = (
-            self.reshard_plan.results[len(self.graph.exported.mutations) :],
-            self.reshard_plan.inserted(),
-        )
-        emitted = Emitted(module, inserted, returned, draws, ends, self.sum_bytes)
+        returned = self.reshard_plan.results[len(self.graph.exported.mutations) :]
+        emitted = Emitted(module, self.reshard_plan.inserted(), returned, draws, ends, self.sum_bytes)
         if verifying():
             verify_emitted(self.graph, self.assignment, self.groups, self.reshard_plan, emitted)
         return emitted

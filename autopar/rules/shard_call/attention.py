@@ -115,19 +115,12 @@ def with_all_heads(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_on_gpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
     """Run `scaled_dot_product_attention` so that a fused kernel takes it."""
     takes_groups = attn_mask is None and query.dtype in (torch.float16, torch.bfloat16)
     run: Any = SDPA if takes_groups else attention_with_all_heads
-    result: Tensor = run(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    result: Tensor = run(query, key, value, attn_mask, *rest, **options)
     return result
 
 
