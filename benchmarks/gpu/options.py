@@ -14,6 +14,7 @@ import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.plans.cluster_here import cluster_here
 from benchmarks.gpu.setting import Setting, llama, one_process, one_rank_of, stepper
+from benchmarks.gpu.shards import beside, measured
 
 __all__ = ["experts", "long", "options"]
 
@@ -59,7 +60,7 @@ def _under(
     copied = nn.Module.to(copy.deepcopy(model), setting.device)
     module = autopar.parallelize(copied, "dp=1", inputs, layout=plan, outputs="loss")
     del copied
-    found = measured(setting, module, inputs, plan)
+    found = compared(setting, module, inputs, plan)
     gradients = {name: _local(parameter.grad).float().cpu() for name, parameter in module.named_parameters()}
     if not reference:
         reference.update(gradients)
@@ -74,18 +75,10 @@ def _local(gradient: Any) -> Tensor:
     return found
 
 
-def measured(setting: Setting, module: nn.Module, inputs: Any, plan: autopar.Plan) -> dict[str, Any]:
+def compared(setting: Setting, module: nn.Module, inputs: Any, plan: autopar.Plan) -> dict[str, Any]:
     """Step with AdamW and peak, beside those of the plan."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9, fused=setting.has_gpu)
-    step = stepper(module, inputs, optimizer)
-    found: dict[str, Any] = setting.medians({"measured": step}, 5)["measured"]
-    found["peak_gib"] = setting.peak_gib(step)
-    found |= {"predicted_ms": round(1e3 * plan.costs.step_seconds, 3)}
-    found |= {"predicted_peak_gib": round(plan.memory_bytes / 2**30, 3)}
-    found["time_ratio"] = round(found["predicted_ms"] / found["ms"], 3)
-    if found["peak_gib"]:
-        found["memory_ratio"] = round(found["predicted_peak_gib"] / found["peak_gib"], 3)
-    return found
+    found = measured(setting, module, inputs)
+    return {**found, **beside(found, 1e3 * plan.costs.step_seconds, plan.memory_bytes / 2**30)}
 
 
 def experts(setting: Setting) -> None:
@@ -115,7 +108,7 @@ def experts(setting: Setting) -> None:
         return {"waits": 0}
 
     setting.part("eager", eager)
-    setting.part("predicted", lambda: measured(setting, ours, inputs, plan))
+    setting.part("predicted", lambda: compared(setting, ours, inputs, plan))
     setting.part("waits", waits)
 
 
@@ -149,8 +142,8 @@ def long(setting: Setting) -> None:
                 plan = autopar.plan(meta[0], "cp=8", meta[1], layout=layout, cluster=cluster, cache=False)
                 module = autopar.parallelize(model, mesh, inputs, layout=plan)
                 del model
-                found = measured(setting, module, inputs, plan)
+                found = measured(setting, module, inputs)
                 computed = 1e3 * (plan.costs.compute.seconds + plan.costs.waiting_seconds)
-                return {**found, "predicted_ms": round(computed, 3), "time_ratio": round(computed / found["ms"], 3)}
+                return {**found, **beside(found, computed, plan.memory_bytes / 2**30)}
 
         setting.part(name, rank)

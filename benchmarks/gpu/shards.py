@@ -25,7 +25,7 @@ from examples.gpt import gpt
 from examples.moe import moe
 from examples.resnet import resnet
 
-__all__ = ["predict", "shards", "sync"]
+__all__ = ["beside", "measured", "predict", "shards", "sync"]
 
 REGATHER = "batch -> fsdp; * -> none; param, grad, opt { * -> fsdp | none }; regather @*"
 # Mesh and layout.
@@ -87,10 +87,10 @@ def shards(setting: Setting) -> None:
                 costs = _costs(model, inputs, layout, SubMesh(axes), {"shipped": cluster})["shipped"]
                 module = autopar.parallelize(model, mesh, inputs, layout=layout)
                 del model
-                found = _measured(setting, module, inputs)
+                found = measured(setting, module, inputs)
                 predicted = 1e3 * (costs.compute.seconds + costs.waiting_seconds)
                 peak = costs.memory.peak_bytes / 2**30
-                return {**found, **_beside(found, predicted, peak)}
+                return {**found, **beside(found, predicted, peak)}
 
         setting.part(name, rank)
 
@@ -113,10 +113,10 @@ def _predicted(setting: Setting, make: Callable[[], Any], clusters: Mapping[str,
     compiled = _costs(model, inputs, "ddp", SubMesh({"dp": 1}), clusters, TrainingOptions(compiled=True))
     module = autopar.parallelize(model, "dp=1", inputs, layout="ddp")
     del model
-    found = _measured(setting, module, inputs)
+    found = measured(setting, module, inputs)
     for name in clusters:
-        beside = _beside(found, 1e3 * costs[name].step_seconds, costs[name].memory.peak_bytes / 2**30)
-        found[name] = {**beside, "compiled_ms": round(1e3 * compiled[name].step_seconds, 3)}
+        predicted = beside(found, 1e3 * costs[name].step_seconds, costs[name].memory.peak_bytes / 2**30)
+        found[name] = {**predicted, "compiled_ms": round(1e3 * compiled[name].step_seconds, 3)}
     return found
 
 
@@ -135,19 +135,19 @@ def _costs(
     return {name: evaluate(graph, plan, cluster) for name, cluster in clusters.items()}
 
 
-def _measured(setting: Setting, module: nn.Module, inputs: Any) -> dict[str, Any]:
+def measured(setting: Setting, module: nn.Module, inputs: Any) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9, fused=setting.has_gpu)
     step = stepper(module, inputs, optimizer)
     found: dict[str, Any] = setting.medians({"measured": step}, 5)["measured"]
     return {**found, "peak_gib": setting.peak_gib(step)}
 
 
-def _beside(found: Mapping[str, Any], milliseconds: float, peak_gib: float) -> dict[str, Any]:
-    beside = {"predicted_ms": round(milliseconds, 3), "predicted_peak_gib": round(peak_gib, 3)}
-    beside["time_ratio"] = round(milliseconds / found["ms"], 3)
+def beside(found: Mapping[str, Any], milliseconds: float, peak_gib: float) -> dict[str, Any]:
+    compared = {"predicted_ms": round(milliseconds, 3), "predicted_peak_gib": round(peak_gib, 3)}
+    compared["time_ratio"] = round(milliseconds / found["ms"], 3)
     if found["peak_gib"]:
-        beside["memory_ratio"] = round(peak_gib / found["peak_gib"], 3)
-    return beside
+        compared["memory_ratio"] = round(peak_gib / found["peak_gib"], 3)
+    return compared
 
 
 def _models(setting: Setting) -> dict[str, Callable[[], Any]]:
