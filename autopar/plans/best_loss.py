@@ -44,7 +44,7 @@ def with_best_loss(
     """
 
     def ordered(graph: NamedGraph, seconds: float) -> Plan:
-        return in_best_order(graph, mesh, layout, search, seconds, beat_seconds)
+        return in_best_order(graph, mesh, layout, outputs, search, seconds, beat_seconds)
 
     if layout is not None and layout.pieces is not None:
         return ordered(in_pieces(graph, layout, outputs), seconds)
@@ -65,7 +65,7 @@ def with_best_loss(
     if not _is_limited(whole):
         return whole
     if whole.graph.fold is not None:
-        pieced = fold_sequence(pieced, whole.graph.fold)
+        pieced = fold_sequence(pieced, whole.graph.fold, outputs == "loss")
     try:
         found = search(pieced, max(half, ends - time.monotonic()), min(beat_seconds, whole.step_seconds))
     except (NoFeasiblePlan, LayoutError):  # a layout may name the linear layer or the loss

@@ -11,6 +11,7 @@ from autopar.mesh import Mesh
 from autopar.plans.folded import fold_that_pays, in_order
 from autopar.plans.plan import Plan
 from autopar.sharding.layout.language import Layout
+from autopar.sharding.options import Outputs
 from autopar.solver.infeasible import NoFeasiblePlan
 
 __all__ = ["in_best_order"]
@@ -23,6 +24,7 @@ def in_best_order(
     graph: NamedGraph,
     mesh: Mesh,
     layout: Layout | None,
+    outputs: Outputs,
     search: Callable[[NamedGraph, float, float], Plan],
     seconds: float,
     beat_seconds: float,
@@ -32,8 +34,8 @@ def in_best_order(
     `search` takes a graph, its time limit, and the step time of a plan to beat.
     """
     if layout is not None and layout.fold is not None:
-        return search(in_order(graph, layout), seconds, beat_seconds)
-    folded = fold_that_pays(graph) if mesh.size > 1 else None
+        return search(in_order(graph, layout, outputs), seconds, beat_seconds)
+    folded = fold_that_pays(graph, outputs) if mesh.size > 1 else None
     if folded is None:
         return search(graph, seconds, beat_seconds)
     half = seconds / 2

@@ -11,6 +11,7 @@ from autopar.ir.values import NamedNode, SequenceFold
 from autopar.sharding.layout.fold_statement import PIECES, FoldStatement
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import layout_error, unknown_name
+from autopar.sharding.options import Outputs
 from autopar.tracing.fold_sequence import CannotFold, fold_sequence, unfolded_activations
 from autopar.tracing.foldable_attention import folded_attention_of
 
@@ -21,7 +22,7 @@ __all__ = ["fold_statement", "fold_that_pays", "in_order"]
 LEAST_SHARE = 0.2
 
 
-def in_order(graph: NamedGraph, layout: Layout) -> NamedGraph:
+def in_order(graph: NamedGraph, layout: Layout, outputs: Outputs) -> NamedGraph:
     """Return the graph in the order that a layout states."""
     wanted = layout.fold
     if wanted is None or wanted.pieces is None:
@@ -29,7 +30,7 @@ def in_order(graph: NamedGraph, layout: Layout) -> NamedGraph:
     if wanted.dim not in graph.dims:
         raise unknown_name("dim", wanted.dim, graph.dims, wanted.span)
     try:
-        return fold_sequence(graph, SequenceFold(wanted.dim, wanted.pieces))
+        return fold_sequence(graph, SequenceFold(wanted.dim, wanted.pieces), outputs == "loss")
     except CannotFold as error:
         raise layout_error("E4", error.what, error.fix, wanted.span) from None
 
@@ -39,7 +40,7 @@ def fold_statement(graph: NamedGraph) -> tuple[FoldStatement, ...]:
     return () if graph.fold is None else (FoldStatement(*graph.fold),)
 
 
-def fold_that_pays(graph: NamedGraph) -> NamedGraph | None:
+def fold_that_pays(graph: NamedGraph, outputs: Outputs) -> NamedGraph | None:
     """Return the folded graph of a model that spends a good part of its FLOPs in causal attention; else None."""
     if graph.fold is not None:
         return None
@@ -58,7 +59,7 @@ def fold_that_pays(graph: NamedGraph) -> NamedGraph | None:
     if not dim or causal[dim] / 2 < LEAST_SHARE * (sum(causal.values()) / 2 + others):
         return None
     try:
-        folded = fold_sequence(graph, SequenceFold(dim, PIECES))
+        folded = fold_sequence(graph, SequenceFold(dim, PIECES), outputs == "loss")
     except CannotFold:
         return None
     return None if unfolded_activations(folded) else folded

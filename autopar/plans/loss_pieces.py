@@ -35,7 +35,7 @@ def in_pieces(graph: NamedGraph, layout: Layout, outputs: Outputs) -> NamedGraph
 
 def stated_graph(graph: NamedGraph, layout: Layout, outputs: Outputs) -> NamedGraph:
     """Return the graph as a layout states it: capacity of experts, pieces of the loss, order of the sequence."""
-    return in_order(in_pieces(in_slots(graph, layout), layout, outputs), layout)
+    return in_order(in_pieces(in_slots(graph, layout), layout, outputs), layout, outputs)
 
 
 def pieces_statement(graph: NamedGraph) -> tuple[PiecesStatement, ...]:

@@ -60,19 +60,23 @@ class CannotFold(AutoparError):
         self.what, self.fix = what, fix
 
 
-def fold_sequence(graph: NamedGraph, wanted: SequenceFold) -> NamedGraph:
-    """Return the graph with a dim folded; the graph itself if it is folded so already. Raises CannotFold."""
+def fold_sequence(graph: NamedGraph, wanted: SequenceFold, scalars_alone: bool) -> NamedGraph:
+    """Return the graph with a dim folded; the graph itself if it is folded so already. Raises CannotFold.
+
+    `scalars_alone`: other results, which would be brought back to the plain order, are dropped.
+    """
     if graph.fold is not None:
         if graph.fold != wanted:
             raise CannotFold(f"the graph is folded already: {graph.fold}", "fold the graph of the trace")
         return graph
-    known: dict[SequenceFold, NamedGraph | CannotFold] = graph.__dict__.setdefault("_folded", {})
-    if wanted not in known:
+    known: dict[tuple[SequenceFold, bool], NamedGraph | CannotFold] = graph.__dict__.setdefault("_folded", {})
+    key = wanted, scalars_alone
+    if key not in known:
         try:
-            known[wanted] = _Folding(graph, wanted).run()
+            known[key] = _Folding(graph, wanted, scalars_alone).run()
         except CannotFold as error:
-            known[wanted] = error
-    found = known[wanted]
+            known[key] = error
+    found = known[key]
     if isinstance(found, CannotFold):
         raise found
     return found
@@ -123,6 +127,7 @@ class _Value:
 class _Folding:
     graph: NamedGraph
     wanted: SequenceFold
+    scalars_alone: bool
     made: Graph = field(default_factory=Graph)
     values: dict[Node, _Value] = field(default_factory=dict)
     # Nodes of the plain graph that run in the plain order, on values that were folded.
@@ -266,8 +271,8 @@ class _Folding:
         if node.op == "output":
             (results,) = node.args
             assert isinstance(results, tuple), "the graph returns a flat tuple"
-            taken = tuple(self._in_order(one, False, node) if isinstance(one, Node) else one for one in results)
-            self.made.output(taken)
+            kept = self._kept(results)
+            self.made.output(tuple(self._in_order(one, False, node) if isinstance(one, Node) else one for one in kept))
             return
         plain = self.is_plain.get(node, False) or self._follows(node) if node.op == "call_function" else True
         wants = (lambda one: self._in_order(one, not plain, node)) if node.name in self.ops else self._as_is
@@ -288,6 +293,15 @@ class _Folding:
             self.values[node] = _Value(plain=made) if source.plain is not None else _Value(folded=made)
         if node.name in self.tensors:
             self.made_from[made.name] = self.tensors[node.name], self.values[node].folded is not None
+
+    def _kept(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the results with None for each that is dropped."""
+        # The first results are written into buffers. A model without scalars is an error of the plan.
+        mutated = len(self.graph.exported.mutations)
+        is_scalar = [isinstance(one, Node) and not one.meta["val"].shape for one in results]
+        if not self.scalars_alone or not any(is_scalar[mutated:]):
+            return results
+        return tuple(one if i < mutated or is_scalar[i] else None for i, one in enumerate(results))
 
     def _was_folded(self, node: Node) -> bool:
         is_trained = self._has_dim(node) and self.tensors[node.name].requires_grad

@@ -39,7 +39,7 @@ def graph_of(rows: int, window: int = 0) -> NamedGraph:
 
 def test_the_price_of_attention_is_that_of_the_busiest_shard() -> None:
     plain = graph_of(4096)
-    folded = in_order(plain, parse_layout("fold seq"))
+    folded = in_order(plain, parse_layout("fold seq"), "sharded")
     shares = []
     for graph, rows in ((plain, 4096 // 8), (folded, 2048 // 8)):
         (node,) = (node for node in graph.nodes if node.attention is not None)
@@ -49,17 +49,17 @@ def test_the_price_of_attention_is_that_of_the_busiest_shard() -> None:
 
 
 def test_a_window_is_priced_by_its_keys() -> None:
-    folded = in_order(graph_of(4096, window=64), parse_layout("fold seq"))
+    folded = in_order(graph_of(4096, window=64), parse_layout("fold seq"), "sharded")
     (node,) = (node for node in folded.nodes if node.attention is not None)
     pairs = sum(min(row + 1, 64) for row in range(4096))
     assert unmasked_share(node, node.sizes) == pytest.approx(pairs / 4096**2)
 
 
 def test_short_sequences_keep_their_order() -> None:
-    assert fold_that_pays(graph_of(32)) is None
-    assert fold_that_pays(graph_of(8192)) is not None
+    assert fold_that_pays(graph_of(32), "sharded") is None
+    assert fold_that_pays(graph_of(8192), "sharded") is not None
     # Three pieces of a sequence cannot be paired.
-    assert fold_that_pays(graph_of(8191)) is None
+    assert fold_that_pays(graph_of(8191), "sharded") is None
 
 
 def test_ranks_divide_the_positions_of_a_piece() -> None:

@@ -86,3 +86,43 @@ def test_a_split_sequence(number: int) -> None:
         # The first rows of a window see less than all others, which is much of a short sequence.
         if layout.startswith("fold") and "gemma" not in [*CASES][number].__name__:
             assert max(pairs) <= 1.02 * sum(pairs) / len(pairs), (layout, pairs)
+
+
+def loss_alone() -> float:
+    """The difference from one process where the step returns its loss alone."""
+    torch.manual_seed(0)
+    model = llama().double()
+    ids = torch.randint(0, VOCAB, (2, ROWS))
+    given = {"input_ids": ids, "labels": ids}
+    expected = model(**given)
+    expected.loss.backward()
+    layout = "fold seq; seq -> cp; * -> none"
+    parallel: Any = autopar.parallelize(copy.deepcopy(model), "cp=2", given, layout=layout, outputs="loss")
+    result = parallel(**given)
+    assert result.logits is None
+    result.loss.backward()
+    gradients = (difference(one.grad, parallel.get_parameter(name).grad) for name, one in model.named_parameters())
+    return max(difference(expected.loss, result.loss), *gradients)
+
+
+def test_dropped_results_are_not_brought_back() -> None:
+    model = llama()
+    ids = torch.randint(0, VOCAB, (2, ROWS))
+    given = {"input_ids": ids, "labels": ids}
+    found, plans = {}, {}
+    for outputs in ("sharded", "loss"):
+        plans[outputs] = autopar.plan(
+            *(model, "cp=2", given),
+            layout="fold seq; seq -> cp; * -> none",
+            cluster="h100",
+            cache=False,
+            outputs=outputs,
+        )
+        found[outputs] = [str(one) for one in plans[outputs].collectives if "lm_head/unfold" in str(one)]
+    # The logits and their gradient.
+    assert [len(one) for one in found.values()] == [2, 0]
+    assert len(plans["sharded"].collectives) - 2 == len(plans["loss"].collectives)
+    assert plans["loss"].step_seconds < plans["sharded"].step_seconds
+    assert autopar.Plan.read(plans["loss"].text, autopar.trace(model, given)).text == plans["loss"].text
+    # A collective whose result nothing reads is an error there.
+    assert max(launch(loss_alone, ranks=2)) < 1e-6

@@ -41,7 +41,7 @@ class Model(nn.Module):
 def folded(model: nn.Module, pieces: int = 2, rows: int = ROWS) -> NamedGraph:
     torch.manual_seed(0)
     graph = autopar.trace(model.double(), (torch.randn(2, rows, 8, dtype=torch.float64),))
-    return in_order(graph, parse_layout(f"fold seq {pieces}"))
+    return in_order(graph, parse_layout(f"fold seq {pieces}"), "sharded")
 
 
 def check(model: nn.Module, graph: NamedGraph) -> None:
@@ -94,7 +94,7 @@ def test_ops_that_depend_on_the_order(name: str) -> None:
     graph = folded(model)
     assert unfolded_activations(graph)
     check(model, graph)
-    assert fold_that_pays(autopar.trace(model, (torch.randn(2, ROWS, 8, dtype=torch.float64),))) is None
+    assert fold_that_pays(autopar.trace(model, (torch.randn(2, ROWS, 8, dtype=torch.float64),)), "sharded") is None
 
 
 def test_a_value_changes_its_order_once() -> None:
@@ -124,7 +124,7 @@ class Labels(nn.Module):
 def test_labels_are_shifted_and_then_folded(is_cut: bool) -> None:
     model = Labels(is_cut).double()
     inputs = torch.randn(2, ROWS, 8, dtype=torch.float64), torch.randint(0, 5, (2, ROWS))
-    graph = in_order(autopar.trace(model, inputs), parse_layout("fold seq"))
+    graph = in_order(autopar.trace(model, inputs), parse_layout("fold seq"), "sharded")
     assert not ops(graph, "unfold")
     # The input, the table of positions, the labels.
     assert len(ops(graph, "fold")) == 3
@@ -158,7 +158,7 @@ MISTAKES = [
 def test_a_sequence_that_cannot_be_folded(text: str, model: nn.Module, message: str) -> None:
     graph = autopar.trace(model.double(), (torch.randn(2, ROWS, 8, dtype=torch.float64),))
     with pytest.raises(LayoutError) as error:
-        in_order(graph, parse_layout(text, "my.lay"))
+        in_order(graph, parse_layout(text, "my.lay"), "sharded")
     assert message in str(error.value)
     assert "my.lay:1" in str(error.value)
     assert "\nfix: " in str(error.value)

@@ -210,7 +210,7 @@ class Causal(Model):
 def test_a_fold_follows() -> None:
     model, given = Causal(merged), inputs()
     graph = loss_in_pieces(autopar.trace(model, given, dims={"x": "batch seq d_model"}), 2, scalars_alone=False)
-    found = fold_sequence(graph, SequenceFold("seq", 2))
+    found = fold_sequence(graph, SequenceFold("seq", 2), scalars_alone=False)
     assert (found.loss_pieces, found.fold) == (2, SequenceFold("seq", 2))
     assert not any(node.op.startswith("autopar.unfold") for node in found.nodes)
     torch.testing.assert_close(found.module()(*given), model(*given))
