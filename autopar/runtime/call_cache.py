@@ -39,6 +39,7 @@ from autopar.runtime.random_keys import RandomKeys, kept_generators
 from autopar.runtime.shards import ShardOwner
 from autopar.runtime.size_lines import SizeLines, without_values
 from autopar.runtime.sync.replica_group import ReplicaSetting
+from autopar.runtime.target_counts import check_read, has_count, with_sum, with_tensor
 from autopar.runtime.torch_wrappers import check_not_captured
 from autopar.runtime.weights import Weights
 from autopar.sharding.assignment import Assignment
@@ -177,7 +178,8 @@ class CallCache:
             whole = self.called[""]
             self.called[part] = part_of(whole, self.weights.skeleton, part, self.whole_graph)
         called = self.called[part]
-        flat = CallSignature.read(called.signature, called.owner, args, kwargs)
+        named = with_tensor(kwargs, self.options.local_inputs)
+        flat = CallSignature.read(called.signature, called.owner, args, named)
         if not part:
             given = self._given(self._of_replica(flat if self.options.local_inputs else with_plain(flat)), "")
         else:
@@ -217,7 +219,9 @@ class CallCache:
         summed = chosen or self.agreement.is_cheap
         compared = summed or self.agreement.is_quick
         self.sign = self._sign(own, plan, given, summed) if compared or plan is None else 0
-        if later and plan is not None and self._is_quick_for(plan):
+        # Before the numbers of targets are added up, all ranks must be known to have one.
+        counted = given is not None and has_count(given, self.options.local_inputs)
+        if later and plan is not None and not counted and self._is_quick_for(plan):
             if plan.emitted.ends.early:
                 self.unsent_sign = self.sign
             else:
@@ -237,7 +241,7 @@ class CallCache:
         assert plan is not None, "found or made"
         self.weights.check_set()
         self.latest = plan
-        return plan, given
+        return plan, with_sum(given, plan, self.agreement) if counted else given
 
     def _is_quick_for(self, plan: CompiledCall) -> bool:
         """Return whether a call may begin before all ranks are known to make it."""
@@ -363,6 +367,8 @@ class CallCache:
         stored, rows = self.weights.stored, self.options.local_inputs
         held = agreement.together(lambda: held_shards(graph, assignment, given, self.rank, stored, rows))
         check_values(given, held, agreement, self.rank, rows)
+        if has_count(given, rows):
+            agreement.together(lambda: check_read(graph.exported))
         local = rows or is_sharded(given)
         emitted = agreement.together(
             lambda: self._emit(planner, graph, assignment, local, with_ends=agreement.size > 1)

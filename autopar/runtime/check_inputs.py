@@ -14,6 +14,7 @@ from autopar.runtime import agreement as fixes
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.compiled_call import CallSignature
 from autopar.runtime.shards import LocalShard, ShardOwner, held_by
+from autopar.runtime.target_counts import COUNT
 from autopar.sharding.assignment import Assignment
 
 __all__ = ["PlacementsError", "check_devices", "check_values", "held_shards", "is_sharded"]
@@ -89,6 +90,8 @@ def check_values(
         return
     sums: dict[str, tuple[tuple[int, ...], int]] = {}
     for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
+        if path == COUNT and local_inputs:
+            continue
         whole = not local_inputs and not isinstance(tensor, DTensor)
         axes = () if whole else tuple(axis for split in held[path].layout.splits for axis in split)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

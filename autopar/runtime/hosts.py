@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError, AutoparWarning, ModuleAttributeError
+from autopar.errors import AutoparError, ModuleAttributeError
 from autopar.runtime.model_attributes import attribute_of
 
 __all__ = ["HostAnswers", "RankSizes", "save_pretrained"]
@@ -26,11 +25,6 @@ MIXED = (
     "Accelerate casts around the forward of a model (mixed_precision={mode!r}), and a parallel module does not take "
     "that\nfix: parallelize(..., precision={precision!r}), and leave mixed_precision, or bf16 and fp16 of "
     "TrainingArguments, out"
-)
-MEAN_OF_MEANS = (
-    "Trainer accumulates steps of local inputs, and takes the mean over the targets of each: where steps differ in the "
-    "number of targets, this is not the mean over all targets, which it takes on one process\n"
-    "fix: parallelize(...) without local_inputs=True; or gradient_accumulation_steps=1, and 'micro N' in the layout"
 )
 
 
@@ -71,22 +65,9 @@ class HostAnswers:
             case "tp_size":
                 # By this one `Trainer` makes a ParallelismConfig, which Accelerate refuses on CPUs.
                 return (None if self.device_type == "cpu" else self._same_batch(),)
-            case "accepts_loss_kwargs" if self.local_inputs:
-                # Else `Trainer` counts on DDP to divide the gradients by the number of ranks.
-                return (False,)
             case "_is_accelerate_prepared":
                 return (self._is_prepared(),)
         return None
-
-    def watch_accumulation(self, signature: inspect.Signature) -> None:
-        """Warn where `Trainer` would pass the number of targets of all accumulated steps, and does not."""
-        # It passes the number to models whose forward takes any keyword; see `accepts_loss_kwargs`.
-        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
-        if not self.local_inputs or not takes_any or "transformers.trainer" not in sys.modules:
-            return
-        state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
-        if state is not None and not state._shared_state.get("sync_gradients", True):
-            warnings.warn(MEAN_OF_MEANS, AutoparWarning, stacklevel=2)
 
     def _same_batch(self) -> int | None:
         """Return the number of ranks that get one and the same batch, as those of tensor parallelism do."""

@@ -191,8 +191,6 @@ class ParallelModule(ClosedModule, metaclass=ModelClass):
 
     def _end(self, plan: CompiledCall, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
         # A recomputed call counts twice, in all replicas alike. Reentrant checkpoints have gradients then alone.
-        if given.grad_enabled:
-            self._hosts.watch_accumulation(given.signature)
         if self._replicas is not None and given.grad_enabled:
             assert self._plans.replica is not None, "it made the replicas"
             self._replicas.count_rows(self._plans.replica.rows(plan.graph))

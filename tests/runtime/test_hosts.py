@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,10 +105,13 @@ def logged(made: Any, name: str = "loss") -> list[float]:
     return [float(entry[name]) for entry in made.state.log_history if name in entry]
 
 
-def train(layout: str | None, local: bool, accumulation: int, folder: str) -> tuple[list[float], list[float]]:
+def train(
+    layout: str | None, local: bool, accumulation: int, folder: str, average: bool = True
+) -> tuple[list[float], list[float]]:
+    options = {"gradient_accumulation_steps": accumulation, "average_tokens_across_devices": average}
     with host_environment():
         model = parallel(llama(), layout, local)
-        made = trainer(model, folder, local, gradient_accumulation_steps=accumulation)
+        made = trainer(model, folder, local, **options)
         made.train()
         assert layout is None or made.model_wrapped is model  # no DDP around it
         return logged(made), logged(made, "grad_norm")
@@ -117,34 +119,26 @@ def train(layout: str | None, local: bool, accumulation: int, folder: str) -> tu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "local", "accumulation"),
-    [("fsdp", False, 2), ("megatron", False, 1), ("ddp", True, 1), ("zero1", True, 1)],
+    ("layout", "local", "accumulation", "average"),
+    [
+        ("fsdp", False, 2, True),
+        ("megatron", False, 1, True),
+        ("ddp", True, 1, True),
+        ("zero1", True, 1, True),
+        ("zero1", True, 2, True),
+        ("fsdp", True, 2, True),
+        ("ddp", True, 3, False),
+    ],
 )
-def test_trainer_takes_the_steps_of_one_process(layout: str, local: bool, accumulation: int, tmp_path: Path) -> None:
+def test_trainer_takes_the_steps_of_one_process(
+    layout: str, local: bool, accumulation: int, average: bool, tmp_path: Path
+) -> None:
     (expected,) = launch(train, None, False, accumulation, str(tmp_path / "one"), ranks=1)
-    for found in launch(train, layout, local, accumulation, str(tmp_path / "two"), ranks=2):
+    for found in launch(train, layout, local, accumulation, str(tmp_path / "two"), average, ranks=2):
         for some, others in zip(found, expected, strict=True):
             assert len(some) == STEPS
             torch.testing.assert_close(some, others, rtol=2e-3, atol=2e-5)
         torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
-
-
-def accumulate_rows(folder: str) -> list[bool]:
-    """Whether Trainer with local inputs warns, without and with accumulation."""
-    found = []
-    with host_environment():
-        for accumulation in (1, 2):
-            made = trainer(parallel(llama(), "zero1", True), folder, True, gradient_accumulation_steps=accumulation)
-            with warnings.catch_warnings(record=True) as shown:
-                warnings.simplefilter("always")
-                made.train()
-            found.append(any("Trainer accumulates steps of local inputs" in str(one.message) for one in shown))
-    return found
-
-
-@pytest.mark.slow
-def test_accumulated_steps_of_local_inputs_warn(tmp_path: Path) -> None:
-    assert launch(accumulate_rows, str(tmp_path), ranks=2) == [[False, True]] * 2
 
 
 def optimizer_states() -> Any:
