@@ -15,6 +15,7 @@ from autopar.rules.notation import Rule, parse_rule
 from autopar.rules.ops import (
     attention,
     conv_pool,
+    documents,
     elementwise,
     folded,
     index,
@@ -49,6 +50,7 @@ MODULES: tuple[ModuleType, ...] = (
     scatter,
     attention,
     folded,
+    documents,
     norm,
     conv_pool,
     loss,

@@ -58,7 +58,7 @@ class KeyRange:
     window: int = 0
     # Positions from the last key to the last row; of a window alone it may be more than 0.
     behind: int = 0
-    # Added to the scores; the kernel that is written out takes it.
+    # Added to the scores; the kernel that is written out takes it, and that of the CPU where each row sees a key.
     bias: Tensor | None = field(default=None, compare=False)
 
     @property
@@ -95,6 +95,8 @@ def _hidden(rows: Tensor, keys: int, part: KeyRange) -> Tensor:
 
 
 def _mask(rows: Tensor, keys: Tensor, part: KeyRange) -> Tensor | None:
+    if part.bias is not None:
+        return part.bias.to(rows.dtype)
     if not part.window:
         return None
     zeros = torch.zeros(rows.shape[-2], keys.shape[-2], dtype=rows.dtype, device=rows.device)

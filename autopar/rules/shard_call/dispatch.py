@@ -18,6 +18,7 @@ from autopar.rules.notation import FactorKind, Operand, Rule
 from autopar.rules.ops.index import own_bags, own_rows
 from autopar.rules.ops.matmul import grouped_experts, grouped_rows
 from autopar.rules.ops.routed import own_groups
+from autopar.rules.shard_call.documents import document_rows
 from autopar.rules.shard_call.folded import folded_rows
 from autopar.rules.shard_call.last_rows import causal_rows
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, narrow
@@ -278,6 +279,7 @@ LOWERINGS: dict[str, Lowering] = {
     "own_rows": own_rows,
     "causal_rows": causal_rows,
     "folded_rows": folded_rows,
+    "document_rows": document_rows,
     "grouped_rows": grouped_rows,
     "grouped_experts": grouped_experts,
     "own_groups": own_groups,
