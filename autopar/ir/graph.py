@@ -366,6 +366,7 @@ def render_json(graph: NamedGraph) -> dict[str, Any]:
                     "mask": n.attention.mask,
                     "heads": n.attention.heads,
                     "band": n.attention.band and [n.attention.band.left, n.attention.band.right],
+                    "document_share": n.attention.document_share,
                 },
             }
             for n in graph.nodes
@@ -431,8 +432,8 @@ def _forms(
         operands = tuple(None if name is None else (node.operands.index(name), kinds[name]) for name in node.operands)
         outputs = tuple(None if name is None else kinds[name] for name in node.outputs)
         sizes = tuple(node.sizes.items()), tuple(node.atoms.items())
-        band = node.attention and node.attention.band
-        kind = node.op, node.source, node.rule, sizes, operands, outputs, band, passable[node.name]
+        note = node.attention and (node.attention.band, node.attention.document_share)
+        kind = node.op, node.source, node.rule, sizes, operands, outputs, note, passable[node.name]
         return *kind, node.by_share, node.fixed
 
     return {node.name: known.setdefault(form(node), len(known)) for node in nodes}

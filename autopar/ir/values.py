@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -22,19 +22,29 @@ class Band:
     right: int | None
 
 
+# Begin of the note of attention whose mask keeps documents apart.
+DOCUMENTS = "documents"
+
+
 @dataclass(frozen=True)
 class AttentionNote:
     """Mask and heads of one call of fused attention, as read from the trace."""
 
-    # `causal`, `no mask`, `window 4096`, or `mask kept: ` and the reason.
+    # `causal`, `no mask`, `window 4096`, `documents`, or `mask kept: ` and the reason.
     mask: str
     # Reason why keys and values stay repeated to the heads of the queries; empty if they are not repeated.
     heads: str = ""
-    # Band of a mask that stays an operand.
+    # Band of a mask that stays an operand, and of documents.
     band: Band | None = None
+    # Of documents: share of all scores that the example inputs need; None where they have no data.
+    document_share: float | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        return "; ".join(filter(None, (self.mask, self.heads)))
+        priced = ""
+        if self.mask.startswith(DOCUMENTS):
+            share = self.document_share
+            priced = "priced as one" if share is None else f"{share:.3g} of all scores in the example inputs"
+        return "; ".join(filter(None, (self.mask, priced, self.heads)))
 
 
 # Name of the dim of the pieces of a fold.

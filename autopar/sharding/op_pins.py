@@ -10,6 +10,7 @@ from autopar.ir.analysis.contractions import ATTENTIONS
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
+from autopar.rules.ops.documents import DOCUMENT_ATTENTION
 from autopar.sharding.choices import BROADCAST, Choice, Passing, Site
 from autopar.sharding.layout.check import LayoutWords
 from autopar.sharding.layout.language import Layout, axes_of, parse_rules
@@ -133,6 +134,8 @@ def _fix_of_ring(pin: OpPin, node: NamedNode, graph: NamedGraph) -> str:
     of_factor: dict[str, set[str]] = {"s": set(), "t": set()}
     for word, axes in pin.choice:
         of_factor.setdefault(word.partition(".")[0], set()).update(axes)
+    if node.op == str(DOCUMENT_ATTENTION):
+        return "documents are looked up in the keys of all ranks: leave out 't'"
     if node.rule.random:
         return "keys pass from rank to rank without dropout: disable it, or leave out 't'"
     if not of_factor["t"] <= of_factor["s"]:

@@ -35,6 +35,7 @@ from autopar.ir.fx_graphs import remove_dead
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import FOLD_PIECES, Atom, NamedNode, NamedTensor, SequenceFold
 from autopar.rules.notation import FactorKind, Operand
+from autopar.rules.ops.documents import DOCUMENT_ATTENTION
 from autopar.rules.ops.folded import FOLD, FOLDED_ATTENTION, UNFOLD
 from autopar.tracing.foldable_attention import folded_attention_of
 from autopar.tracing.name_again import name_again
@@ -369,9 +370,15 @@ class _Folding:
     def _attention(self, node: Node, wants: Any) -> Node:
         given = arguments_of(node)
         operands = [wants(given[name]) for name in ("query", "key", "value")]
-        options = {name: given[name] for name in ("scale", "enable_gqa")}
-        options |= {"pieces": self.wanted.pieces, "window": self.attention[node.name]}
-        made = self.made.call_function(FOLDED_ATTENTION, tuple(operands), options)
+        options = {name: given[name] for name in ("scale", "enable_gqa")} | {"pieces": self.wanted.pieces}
+        if node.target is DOCUMENT_ATTENTION:
+            # The table has the plain order.
+            operands += [self._in_order(given["table"], False, node), given["kinds"]]
+            options |= {name: given[name] for name in ("causal", "window")}
+            made = self.made.call_function(DOCUMENT_ATTENTION, tuple(operands), options)
+        else:
+            options["window"] = self.attention[node.name]
+            made = self.made.call_function(FOLDED_ATTENTION, tuple(operands), options)
         made.meta.update(node.meta)
         note = node.meta[ATTENTION_NOTE]
         made.meta[ATTENTION_NOTE] = replace(note, mask=f"{note.mask}, folded in {self.wanted.pieces}")

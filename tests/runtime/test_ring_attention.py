@@ -105,10 +105,9 @@ class Encoder(Model):
         mask = None
         if self.kind == "padding":
             mask = (ids > 8)[:, None, None]
-        elif self.kind == "documents":
+        elif self.kind == "prefixes":
             document = (ids > VOCAB - 8).cumsum(1)
-            place = torch.arange(ids.shape[1])
-            mask = ((document[:, None] == document[..., None]) & (place <= place[:, None]))[:, None]
+            mask = (document[:, None] <= document[..., None])[:, None]
         elif self.kind == "bias":
             mask = torch.arange(ids.shape[1], dtype=x.dtype).cos()[:, None] * ids[:, None, None] / VOCAB
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -116,7 +115,7 @@ class Encoder(Model):
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
-KINDS = ("", "padding", "documents", "bias")
+KINDS = ("", "padding", "prefixes", "bias")
 FOLDED = PLAIN.replace("s -> cp, t", "s.1 -> cp, t.1")
 MASKED = (f"seq -> cp; {PLAIN}; * -> none", f"fold seq 4; seq -> cp; {FOLDED}; * -> none")
 

@@ -93,6 +93,12 @@ def masked(net: Net, x: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.scaled_dot_product_attention(x, x, x, attn_mask=mask) for mask in (seen, window))
 
 
+def documents(net: Net, x: Tensor, numbers: Tensor) -> Tensor:
+    place = torch.arange(4)
+    mask = (numbers[:, None] == numbers) & (place <= place[:, None])
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
 def grouped(net: Net, x: Tensor) -> Tensor:
     q, k = x.view(1, 6, 4, 2).transpose(1, 2), x[..., :4].view(1, 6, 2, 2).transpose(1, 2)
     wide = k[:, :, None].expand(1, 2, 2, 6, 2).reshape(1, 4, 6, 2)
@@ -119,6 +125,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "read_masks": (masked, (torch.ones(1, 2, 4, 4),)),
     "repeated_heads": (grouped, (torch.ones(1, 6, 8),)),
     "paired_index": (paired, (X, INDEX)),
+    "read_documents": (documents, (torch.ones(1, 2, 4, 4), torch.tensor([0, 0, 1, 1]))),
 }
 
 

@@ -131,6 +131,8 @@ def assert_same_as_eager(model: nn.Module, traced: nn.Module, inputs: dict[str, 
 
 PLAIN = torch.arange(10).expand(3, 10)
 PACKED = torch.tensor([0, 1, 2, 3, 0, 1, 2, 0, 1, 2]).expand(3, 10)
+# Positions that begin elsewhere, go back, and stay.
+OTHER = torch.tensor([[3, 4, 5, 9, 10, 11, 2, 3, 3, 3], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [0, 0, 0, 1, 2, 0, 1, 2, 5, 6]])
 PADDED = (torch.arange(10) < torch.tensor([[10], [7], [4]])).long()
 
 
@@ -141,18 +143,23 @@ PADDED = (torch.arange(10) < torch.tensor([[10], [7], [4]])).long()
         ("position_ids", PLAIN, PACKED),
         pytest.param("position_ids", PACKED, PLAIN, marks=pytest.mark.slow),
         ("position_ids", PACKED, PACKED),
+        ("position_ids", PACKED, OTHER),
         ("attention_mask", torch.ones(3, 10, dtype=torch.int64), PADDED),
         pytest.param("attention_mask", PADDED, PADDED, marks=pytest.mark.slow),
     ],
 )
-def test_a_mask_that_depends_on_an_input_stays(
+def test_a_mask_that_depends_on_an_input(
     architecture: str, name: str, traced_with: Tensor, called_with: Tensor
 ) -> None:
     torch.manual_seed(0)
     model, inputs = hf(architecture)
     model.double()
     given = {**inputs, name: traced_with.clone()}
-    assert Counter(calls(model, given)) == {(f"mask kept: depends on {name}", True, False, True, 2): 2}
+    kept = {(f"mask kept: depends on {name}", True, False, True, 2): 2}
+    assert Counter(calls(model, given)) == (kept if name == "attention_mask" else {})
+    if name == "position_ids":
+        notes = {node.attention.mask for node in autopar.trace(model, given).nodes if node.attention is not None}
+        assert notes == {"documents" if architecture == "llama" else "documents, window 5"}
     traced = TracedModule(model, export(model, given))
     for value in (called_with, traced_with):
         assert_same_as_eager(model, traced, {**inputs, name: value.clone()})
@@ -581,6 +588,6 @@ def test_a_trace_says_what_became_of_masks() -> None:
     data = autopar.trace(model, inputs).to_json()["ops"]
     found = [op["attention"] for op in data if op["attention"]]
     assert found[:2] == [
-        {"mask": "window 5", "heads": "", "band": [4, 0]},
-        {"mask": "causal", "heads": "", "band": None},
+        {"mask": "window 5", "heads": "", "band": [4, 0], "document_share": None},
+        {"mask": "causal", "heads": "", "band": None, "document_share": None},
     ]

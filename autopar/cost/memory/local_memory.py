@@ -24,6 +24,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
+from autopar.rules.ops.documents import DOCUMENT_ATTENTION
 from autopar.rules.ops.folded import FOLDED_ATTENTION
 from autopar.rules.ops.loss_pieces import LINEAR_CROSS_ENTROPY
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, call_by_name
@@ -37,7 +38,7 @@ from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, Resh
 from autopar.sharding.sharding import atoms_of
 
 # Ops whose memory is no share of that of the whole op: gradients of all keys, logits of some rows.
-OF_LOCAL_SHAPES = (str(FOLDED_ATTENTION), str(LINEAR_CROSS_ENTROPY))
+OF_LOCAL_SHAPES = (str(FOLDED_ATTENTION), str(DOCUMENT_ATTENTION), str(LINEAR_CROSS_ENTROPY))
 
 
 class LocalFootprints:

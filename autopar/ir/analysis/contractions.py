@@ -8,13 +8,14 @@ from math import prod
 
 from autopar.ir.values import NamedNode
 from autopar.rules.notation import Operand, Rule
+from autopar.rules.ops.documents import DOCUMENT_ATTENTION
 from autopar.rules.ops.folded import FOLDED_ATTENTION
 from autopar.rules.ops.loss_pieces import LINEAR_CROSS_ENTROPY
 from autopar.rules.ops.matmul import GROUPED
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
-# Fused attention, also over a folded sequence.
-ATTENTIONS = (ATTENTION, str(FOLDED_ATTENTION))
+# Fused attention, also over a folded sequence and of documents.
+ATTENTIONS = (ATTENTION, str(FOLDED_ATTENTION), str(DOCUMENT_ATTENTION))
 # Recurrences: op -> position of the first operand that is a parameter.
 RECURRENT = {
     "aten.lstm.input": 3,

@@ -60,8 +60,8 @@ _CASTS = frozenset(("_to_copy", "to", "type_as"))
 _DIVIDING = _ops("div divide true_divide addcdiv")
 # The operands outside of the sum are no factors: they select, enter through a softmax, or give a shape.
 _LENT = _ops(
-    "where scaled_dot_product_attention folded_attention type_as to view_as reshape_as expand_as new_zeros new_empty "
-    "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm masked_fill fill"
+    "where scaled_dot_product_attention folded_attention document_attention type_as to view_as reshape_as expand_as "
+    "new_zeros new_empty layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm masked_fill fill"
 )
 
 
@@ -128,7 +128,7 @@ class _Values:
     def _is_finite(self, name: str, operands: list[str], arguments: Mapping[str, Any]) -> bool:
         if name in _BOUNDED:
             return self.finite.issuperset(operands[1:])
-        if name in ("scaled_dot_product_attention", "folded_attention"):
+        if name in ("scaled_dot_product_attention", "folded_attention", "document_attention"):
             # The softmax bounds the weights, whatever the scores.
             return operands[2] in self.finite
         if name in ("clamp", "clip") and None not in (arguments.get("min"), arguments.get("max")):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
@@ -196,19 +197,24 @@ def _placeholders(capture: Capture) -> tuple[tuple[Placeholder, ...], dict[str, 
     return tuple(made), aliases
 
 
-def _placeholder_sources(capture: Capture) -> tuple[dict[Node, torch.Tensor], dict[Node, str]]:
-    """Return the constants with their data, and the user's name for each other placeholder."""
-    paths = iter(capture.flat.paths)
-    known, sources = {}, {}
+def _placeholder_sources(
+    capture: Capture,
+) -> tuple[dict[Node, torch.Tensor], dict[Node, str], dict[Node, torch.Tensor]]:
+    """Return the constants with their data, the user's name for each other placeholder, and inputs with data."""
+    inputs = iter(zip(capture.flat.paths, capture.flat.tensors, strict=True))
+    known, sources, examples = {}, {}, {}
     nodes = capture.graph.find_nodes(op="placeholder")
     for node, one in zip(nodes, capture.inputs, strict=True):
         if one.kind is InputKind.USER_INPUT:
-            sources[node] = next(paths)
+            sources[node], tensor = next(inputs)
+            has_data = not tensor.is_meta and not isinstance(tensor, FakeTensor)
+            if has_data and not tensor.is_floating_point() and tensor.shape == node.meta["val"].shape:
+                examples[node] = tensor.cpu()
         elif one.kind is InputKind.CONSTANT_TENSOR:
             known[node] = capture.constants[one.name]
         else:
             sources[node] = f"buffer {one.name}" if one.kind is InputKind.BUFFER else one.name
-    return known, sources
+    return known, sources, examples
 
 
 def _rename(node: Node, name: str) -> None:

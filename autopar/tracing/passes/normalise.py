@@ -21,6 +21,7 @@ from autopar.tracing.passes.canonical_ops import canonical_ops
 from autopar.tracing.passes.mean_loss_to_sum import mean_loss_to_sum
 from autopar.tracing.passes.paired_index import paired_index
 from autopar.tracing.passes.read_annotations import read_annotations
+from autopar.tracing.passes.read_documents import read_documents
 from autopar.tracing.passes.read_masks import read_masks
 from autopar.tracing.passes.repeated_heads import repeated_heads
 from autopar.tracing.passes.route_rows import route_rows
@@ -38,6 +39,8 @@ class ExportFacts:
     constants: Mapping[Node, Tensor] = field(default_factory=lambda: MappingProxyType({}))
     # The user's name of each other placeholder, for messages.
     sources: Mapping[Node, str] = field(default_factory=lambda: MappingProxyType({}))
+    # Example inputs that have data.
+    examples: Mapping[Node, Tensor] = field(default_factory=lambda: MappingProxyType({}))
 
 
 PASSES: dict[str, Callable[[Graph, ExportFacts], None]] = {
@@ -61,6 +64,9 @@ PASSES: dict[str, Callable[[Graph, ExportFacts], None]] = {
     "repeated_heads": lambda graph, _: repeated_heads(graph),
     # After read_masks: the reader of masks knows lookups with positions, and no `gather`.
     "paired_index": lambda graph, _: paired_index(graph),
+    # After read_masks and repeated_heads, whose notes and heads it keeps, and after paired_index: numbers of documents
+    # are looked up by row and by key.
+    "read_documents": lambda graph, facts: read_documents(graph, facts.constants, facts.sources, facts.examples),
 }
 
 
