@@ -46,7 +46,19 @@ def key(
     solver: SolverChoice,
 ) -> str:
     """Return the key of a request: equal for equal requests to the same version of the planner."""
-    request = (graph.fingerprint, str(mesh), repr(cluster), str(layout), limit_bytes, repr(options), time_limit, solver)
+    # Prices depend on them, and plans do not.
+    documents = [node.attention.document_share for node in graph.nodes if node.attention is not None]
+    request = (
+        graph.fingerprint,
+        documents,
+        str(mesh),
+        repr(cluster),
+        str(layout),
+        limit_bytes,
+        repr(options),
+        time_limit,
+        solver,
+    )
     text = "\n".join(map(str, (planner_version(), *request)))
     return f"{_family(graph, mesh)}-{sha256(text.encode()).hexdigest()[:24]}"
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from math import prod
 
+from autopar.cost.compute.unmasked_scores import unmasked_share
 from autopar.ir.analysis.contractions import ATTENTION, contractions
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, SequenceFold
+from autopar.rules.ops.documents import DOCUMENT_ATTENTION
 from autopar.sharding.layout.fold_statement import PIECES, FoldStatement
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import layout_error, unknown_name
@@ -20,6 +22,10 @@ __all__ = ["fold_statement", "fold_that_pays", "in_order"]
 # Share of causal attention in the FLOPs of a model, from which on a search tries the fold: it has half of its time for
 # each order. Shorter sequences move the split to heads for attention, at a price that does not pay for two searches.
 LEAST_SHARE = 0.2
+# Documents of unlike lengths have as much work on each shard if it has a part of many pieces. Short pieces make calls
+# of a kernel with few rows.
+DOCUMENT_PIECES = 16
+LEAST_PIECE = 1024
 
 
 def in_order(graph: NamedGraph, layout: Layout, outputs: Outputs) -> NamedGraph:
@@ -45,11 +51,14 @@ def fold_that_pays(graph: NamedGraph, outputs: Outputs) -> NamedGraph | None:
     if graph.fold is not None:
         return None
     causal: dict[str, float] = defaultdict(float)
+    packed: set[str] = set()
     others = 0.0
     for node in graph.nodes:
         found = folded_attention_of(graph, node)
         if found is not None:
-            causal[found[0]] += _scores(node)
+            is_packed = node.op == str(DOCUMENT_ATTENTION)
+            causal[found[0]] += _scores(node) * (2 * unmasked_share(node, node.sizes) if is_packed else 1)
+            packed.update(found[:1] if is_packed else ())
         elif node.op == ATTENTION:
             others += _scores(node)
         else:
@@ -58,8 +67,11 @@ def fold_that_pays(graph: NamedGraph, outputs: Outputs) -> NamedGraph | None:
     # Half of the scores are unmasked. In the plain order a window needs a mask, and all scores are computed.
     if not dim or causal[dim] / 2 < LEAST_SHARE * (sum(causal.values()) / 2 + others):
         return None
+    size = graph.dims[dim].size
+    many = dim in packed and size % DOCUMENT_PIECES == 0 and size >= DOCUMENT_PIECES * LEAST_PIECE
+    pieces = DOCUMENT_PIECES if many else PIECES
     try:
-        folded = fold_sequence(graph, SequenceFold(dim, PIECES), outputs == "loss")
+        folded = fold_sequence(graph, SequenceFold(dim, pieces), outputs == "loss")
     except CannotFold:
         return None
     return None if unfolded_activations(folded) else folded
@@ -67,7 +79,8 @@ def fold_that_pays(graph: NamedGraph, outputs: Outputs) -> NamedGraph | None:
 
 def _scores(node: NamedNode) -> float:
     """Return the multiplications of attention, of all scores."""
-    factors = {factor for operand in node.rule.operands if operand is not None for factor in operand.factors}
+    operands = node.rule.operands[:3]
+    factors = {factor for operand in operands if operand is not None for factor in operand.factors}
     # Scores over the width of the keys, and over that of the values.
     shared = prod(node.sizes[factor] for factor in factors - {"e", "v"})
     return float(shared * (node.sizes.get("e", 1) + node.sizes.get("v", 1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.cost.compute.rates import rate_notes
 from autopar.cost.plausible import doubts
+from autopar.ir.values import DOCUMENTS
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.confidence import range_notes
 from autopar.plans.views.ranks import shares_notes
@@ -13,7 +14,7 @@ __all__ = ["notes"]
 
 
 def notes(plan: PlanRecord) -> list[str]:
-    """Return notes on a plan: its range, idle axes, dims left whole, shares, pieces, rates, doubts, experts."""
+    """Return notes on a plan: its range, idle axes, whole dims, shares, pieces, rates, doubts, documents, experts."""
     found = range_notes(plan.time_range)
     idle = _idle_axes(plan)
     if idle:
@@ -36,10 +37,23 @@ def notes(plan: PlanRecord) -> list[str]:
     for doubt in doubts(plan.graph, plan.costs, plan.cluster.device, plan.decided.options.precision):
         found.append(doubt)
     split = _split_groups(plan)
+    found += _document_notes(plan)
     if split:
         busiest = f"assumed {ROUTING_IMBALANCE} times the mean on the busiest rank"
         found.append(f"rows go to their experts over {', '.join(split)}: {busiest}")
     return found
+
+
+def _document_notes(plan: PlanRecord) -> list[str]:
+    """Return how the scores of documents are priced: their number depends on data."""
+    noted = (node.attention for node in plan.graph.nodes if node.attention is not None)
+    shares = sorted({one.document_share or 0.0 for one in noted if one.mask.startswith(DOCUMENTS)})
+    if not shares:
+        return []
+    if not shares[0]:
+        return ["attention of documents is priced as one document in each sample: the example inputs have no data"]
+    between = " to ".join(dict.fromkeys(f"{share:.2g}" for share in (shares[0], shares[-1])))
+    return [f"attention of documents is priced at {between} of all scores, as in the example inputs"]
 
 
 def _split_groups(plan: PlanRecord) -> list[str]:
