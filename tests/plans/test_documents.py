@@ -96,6 +96,17 @@ def test_plans_with_documents() -> None:
     assert kinds == {"all_gather", "reduce_scatter"}
 
 
+def test_memory_counts_copies_and_gradients() -> None:
+    """Under a fold keys and values are copied, and gradients are added up in float32."""
+    folded = in_order(graph_of(8), parse_layout("fold seq 16"), "sharded")
+    (node,) = (node for node in folded.nodes if node.attention is not None)
+    footprint = folded.footprints[node.node]
+    each = ROWS * 64 * 4
+    # Rows, keys and values in the plain order, and the result.
+    assert 4 * each <= footprint.forward_bytes <= 8 * each
+    assert 7 * each <= footprint.backward_bytes <= 14 * each
+
+
 def test_keys_of_documents_do_not_pass_in_a_ring() -> None:
     with pytest.raises(LayoutError, match="documents are looked up in the keys of all ranks: leave out 't'"):
         plan_of(8, layout="seq -> cp; op @*document_attention[s -> cp, t -> cp]; * -> none")

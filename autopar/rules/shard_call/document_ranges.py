@@ -26,6 +26,7 @@ __all__ = [
     "SEEN",
     "DocumentMask",
     "RangeCall",
+    "calls_of_one",
     "document_table",
     "range_calls",
     "several_ranges",
@@ -204,6 +205,17 @@ class _RowRun:
         # The CPU's causal form begins with the first key.
         own = (self.first + before, self.rows, False)
         return KeyRange(((self.first, before, False),)), KeyRange((own,), causal=True)
+
+
+def calls_of_one(
+    samples: int, stretches: tuple[RowStretch, ...], kernel: str, mask: DocumentMask
+) -> Iterator[RangeCall]:
+    """Yield the calls of a kernel if each sample were one document."""
+    for one in stretches:
+        is_causal = mask.causal or ORDER in mask.kinds
+        stop = one.begin + 1 if is_causal else one.begin + one.rows
+        run = _RowRun(one.row, one.rows, 0, stop, _CAUSAL if is_causal else _FULL)
+        yield RangeCall(0, samples, run.row, run.rows, run.keys(kernel))
 
 
 def range_calls(table: Tensor, stretches: tuple[RowStretch, ...], kernel: str) -> Iterator[RangeCall]:
