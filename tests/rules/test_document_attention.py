@@ -143,6 +143,28 @@ def test_short_documents_share_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(apart) == 64
 
 
+def test_calls_are_made_once_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+    monkeypatch.setattr(documents, "range_calls", lambda ends, *rest: made.append(ends) or range_calls(ends, *rest))
+    q = torch.randn(1, 2, 64, 8, requires_grad=True)
+    for number in range(2):
+        table = DOCUMENT_RANGES((torch.arange(64) // 20)[None, None] + number, "same", causal=True)
+        for _ in range(3):
+            DOCUMENT_ATTENTION(q, q, q, table, "same", causal=True).sum().backward()
+        assert len(made) == number + 1
+    with torch.inference_mode():
+        table = DOCUMENT_RANGES(torch.zeros(1, 1, 64, dtype=torch.int64), "same", causal=True)
+        DOCUMENT_ATTENTION(q, q, q, table, "same", causal=True)
+    table = DOCUMENT_RANGES((torch.arange(64) // 20)[None, None], "same", causal=True)
+    DOCUMENT_ATTENTION(q, q, q, table, "same", causal=True)
+    made.clear()
+    # Other documents in the same tensor.
+    table[:, :, :2] = DOCUMENT_RANGES(torch.zeros(1, 1, 64, dtype=torch.int64), "same", causal=True)[:, :, :2]
+    found = DOCUMENT_ATTENTION(q, q, q, table, "same", causal=True)
+    torch.testing.assert_close(found, functional.scaled_dot_product_attention(q, q, q, is_causal=True))
+    assert len(made) == 1
+
+
 def test_a_table_of_other_keys_is_an_error() -> None:
     table = DOCUMENT_RANGES(torch.zeros(1, 1, 8, dtype=torch.int64), "same", causal=True)
     q = torch.randn(1, 2, 4, 8)

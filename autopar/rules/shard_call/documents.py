@@ -8,7 +8,7 @@ the documents begin is read by the host, once for all layers of a call.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,7 +105,18 @@ def _rows(
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 
-# By table, its copy on the host: the layers of a model share the table of a call.
+
+@dataclass(frozen=True)
+class _HostTable:
+    """Ends of the ranges on the host at a version of a table, and the calls that were made of them."""
+
+    version: int
+    ends: Tensor
+    # By samples, rows, kernel and dtype: the kernel of each call, and the call.
+    calls: dict[Any, tuple[tuple[str, RangeCall], ...]] = field(default_factory=dict)
+
+
+# The layers of a model share the table of a call, and both directions its calls.
 _ON_HOST: Any = WeakIdKeyDictionary()
 
 
@@ -114,11 +125,12 @@ def read_ends(table: Tensor) -> Tensor:
     return table[..., :ENDS].cpu()
 
 
-def _ends_of(table: Tensor) -> Tensor:
-    known = _ON_HOST.get(table)
-    if known is None or known[0] != table._version:
-        known = _ON_HOST[table] = table._version, read_ends(table)
-    found: Tensor = known[1]
+def _on_host(table: Tensor) -> _HostTable:
+    found: _HostTable | None = _ON_HOST.get(table)
+    # Tensors of inference mode have no version; the table is made in one op.
+    version = -1 if table.is_inference() else table._version
+    if found is None or found.version != version:
+        found = _ON_HOST[table] = _HostTable(version, read_ends(table))
     return found
 
 
@@ -143,9 +155,14 @@ class _ShardRows:
         if isinstance(table, FakeTensor):
             yield from ((self.kernel, one) for one in calls_of_one(q.shape[0], stretches, self.kernel, self.mask))
             return
-        ends = _ends_of(table).expand(q.shape[0], -1, -1)
-        for call in range_calls(ends, stretches, self.kernel):
-            yield self._masked(call, q) if call.ends is not None else (self.kernel, call)
+        known = _on_host(table)
+        ends, key = known.ends.expand(q.shape[0], -1, -1), (q.shape[0], stretches, self.kernel, q.dtype)
+        if key not in known.calls:
+            calls = range_calls(ends, stretches, self.kernel)
+            known.calls[key] = tuple(
+                self._masked(one, q) if one.ends is not None else (self.kernel, one) for one in calls
+            )
+        yield from known.calls[key]
         numbers = table[..., ENDS:].expand(q.shape[0], -1, -1)
         for sample in several_ranges(ends):
             for one in stretches:
