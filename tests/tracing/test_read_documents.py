@@ -11,7 +11,10 @@ from torch.nn import functional
 
 import autopar
 from autopar.ir.graph import NamedGraph
+from autopar.ir.interpreter import TracedModule
+from autopar.tracing.export.export import export
 from tests.equivalence import compare, step
+from tests.tracing.test_read_masks import OTHER, PACKED, PLAIN, assert_same_as_eager, hf
 
 ROWS = 12
 INF = float("inf")
@@ -160,3 +163,26 @@ def test_the_share_of_the_scores() -> None:
         model = Model(READ["numbers"][0])
         graph = autopar.trace(model, (torch.empty(2, ROWS, 8), torch.empty(2, ROWS, dtype=torch.int64)))
     assert "documents; priced as one" in str(graph)
+
+
+# -- models of transformers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "gpt2", "falcon", "phi3", "mixtral"])
+def test_packed_documents(architecture: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = hf(architecture)
+    if architecture != "mixtral":  # its grouped matrix product knows no float64
+        model.double()
+    given = {**inputs, "position_ids": PACKED.clone()}
+    notes = [node.attention.mask for node in autopar.trace(model, given).nodes if node.attention is not None]
+    assert notes
+    assert set(notes) <= {"documents", "documents, window 5"}
+    traced = TracedModule(model, export(model, given))
+    for positions in (PLAIN, PACKED, OTHER.clamp(max=9)):
+        if architecture == "mixtral":
+            found, expected = (one(**{**inputs, "position_ids": positions.clone()}).logits for one in (traced, model))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        else:
+            assert_same_as_eager(model, traced, {**inputs, "position_ids": positions.clone()})
