@@ -89,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         contracts = [_Contract("every op can do what the layout says", "legal", None, False, str(error))]
         contracts += [_Contract(text, kind, span, None) for text, kind, span in _promises(layout)]
     progress.done()
+    for sentence in () if plan is None else plan.left_whole:
+        warnings.warn(sentence, AutoparWarning, stacklevel=2)
     holds = all(one.holds or one.kind == "warn" for one in contracts)
     if arguments.json:
         print_data("check", _data(arguments, mesh, request.cluster_value().name, contracts, plan))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from autopar.cli.plan_arguments import (
     target_of,
     trace_target,
 )
-from autopar.errors import AutoparError, LayoutError
+from autopar.errors import AutoparError, AutoparWarning, LayoutError
 
 if TYPE_CHECKING:
     from autopar.ir.graph import NamedGraph
@@ -130,7 +131,9 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan 
             found[word] = first if first is not None and word == saved[0] else read_plan(arguments, word, first)
         else:
             try:
-                found[word] = plan_under_layout(graph, mesh, word, request, word)
+                found[word] = made = plan_under_layout(graph, mesh, word, request, word)
+                for sentence in made.left_whole:
+                    warnings.warn(sentence, AutoparWarning, stacklevel=2)
             except LayoutError as error:
                 if error.code not in INFEASIBLE:
                     raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from autopar.cli.json_output import add_json, print_data
 from autopar.cli.parser import HelpText
 from autopar.cli.plan_arguments import add_target
 from autopar.cli.target import parse_dims, parse_settings
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, AutoparWarning, MeshError
 from autopar.ir.precision import parse_precision
 from autopar.mesh import Mesh
 
@@ -113,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     progress = (lambda text: print(text, "...", file=sys.stderr)) if sys.stderr.isatty() else (lambda _: None)
     found = verify(task, mesh.size, arguments.timeout, progress)
+    for text in found.warnings:
+        warnings.warn(text, AutoparWarning, stacklevel=2)
     agree = found.worst.relative <= arguments.tolerance
     if arguments.json:
         print_data("verify", _plain(arguments, found, agree))

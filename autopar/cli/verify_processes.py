@@ -16,12 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError, VerifyError
+from autopar.errors import AutoparError, AutoparWarning, VerifyError
 from autopar.ir.precision import Precision, parse_precision
 
 __all__ = ["Difference", "Verification", "differences", "results_of", "verify"]
@@ -51,6 +52,8 @@ class Verification:
     collectives: int
     # Rows of the busiest rank over the mean, by the first product of routed rows.
     imbalances: Mapping[str, float] = field(default_factory=dict)
+    # Said to the user of `parallelize`.
+    warnings: tuple[str, ...] = ()
 
     @property
     def worst(self) -> Difference:
@@ -97,7 +100,7 @@ def verify(
                 process.wait()
         found = json.loads((place / "found").read_text(encoding="utf-8"))
     compared = tuple(Difference(**one) for one in found["differences"])
-    return Verification(compared, found["collectives"], found["imbalances"])
+    return Verification(compared, found["collectives"], found["imbalances"], tuple(found["warnings"]))
 
 
 def _check_gpus(mesh: str, ranks: int) -> None:
@@ -201,7 +204,11 @@ def _verify_here(task: VerifyTask, rank: int, meeting: Path) -> Verification:
     backend = "nccl" if task.device == "cuda" else "gloo"
     join_local_group(meeting, rank, int(os.environ["WORLD_SIZE"]), backend)
     dims = task.dims or None
-    parallel = parallelize(model, task.mesh, inputs, layout=task.layout, dims=dims, precision=precision, outputs="full")
+    options: dict[str, Any] = {"layout": task.layout, "dims": dims, "precision": precision, "outputs": "full"}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", AutoparWarning)
+        parallel = parallelize(model, task.mesh, inputs, **options)
+    said = tuple(str(one.message) for one in warned if issubclass(one.category, AutoparWarning))
     torch.manual_seed(2)  # the first rank has drawn more than the others
     with parallel.exact_randomness():
         found = results_of(parallel, inputs)
@@ -209,7 +216,7 @@ def _verify_here(task: VerifyTask, rank: int, meeting: Path) -> Verification:
     compared = differences(expected, found) if rank == 0 else ()
     imbalances = {one.op: one.imbalance for one in parallel.routed_loads()}
     dist.barrier()  # no rank goes while another one still needs it
-    return Verification(compared, collectives, imbalances)
+    return Verification(compared, collectives, imbalances, said)
 
 
 def perturb(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch import nn
 from autopar.cost.memory.peak import check_memory
 from autopar.cost.network import Network
 from autopar.cost.unequal_devices import with_slowest_links
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, AutoparWarning
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import Precision
 from autopar.ir.values import NamedTensor
@@ -29,6 +30,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.fold_statement import FoldStatement
 from autopar.sharding.layout.language import Layout, parse_layout
+from autopar.sharding.layout.left_whole import left_whole
 from autopar.sharding.layout.pieces_statement import PiecesStatement
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Limit, MicroBatches, OpenMicroBatches, Pin
@@ -75,6 +77,8 @@ class LayoutPlanner:
     device_type: str
     # Cluster levels that the mesh gives its axes.
     links: Mapping[str, str] = field(default_factory=dict)
+    # Set at the first call: later ones, of other sizes, do not warn again.
+    _decided: list[Layout] = field(default_factory=list, compare=False, repr=False)
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], export: Exporter) -> NamedGraph:
         graph = named_graph(model, inputs, self.dims, export)
@@ -85,6 +89,10 @@ class LayoutPlanner:
         # Without a cluster, `by speed` is an error.
         if self.request.cluster is not None:
             layout = with_speeds(graph, layout, self.axes, self.request.cluster_value(), {})
+        if not self._decided:
+            self._decided.append(layout)
+            for sentence in left_whole(graph, layout, self.axes):
+                warnings.warn(sentence, AutoparWarning, stacklevel=2)
         return propagate(graph, layout, self.axes)
 
     def read(self, graph: NamedGraph, text: str) -> tuple[NamedGraph, Assignment]:
