@@ -1,18 +1,20 @@
-"""Make the emitted graph of a new size from those of other sizes, by the numbers in which they differ.
+"""Make the emitted graph of new sizes from those of other sizes, by the numbers in which they differ.
 
 Emitted graphs of one model at several sizes often differ in integers alone: shapes, ends of slices, offsets. Where each
-of them is linear in the size, one graph serves the sizes between: its generated code reads the integers from the
-module, and a module of another size shares the code.
+of them is linear in each size, one graph serves the sizes between: its generated code reads the integers from the
+module, and a module of other sizes shares the code. Products of sizes that vary freely, as batch * length, are linear
+in each of them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
+from math import prod
 from types import CellType, FunctionType, MappingProxyType, MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,70 +43,106 @@ class DiffersError(Exception):
 
 @dataclass(frozen=True)
 class Growth:
-    """Integer that grows with a size: linear, or of degree 2 if `second` is not 0.
+    """Integer that grows with some sizes: linear in each, or of degree 2 in a single one if `second` is not 0.
 
-    It is `value` at `size`, larger by `first` at `size + run`, and by `2 * first + second` at `size + 2 * run`.
+    It is `value` at `low`. It rises by a term's number where the sizes of the term reach their ends, each `far` from
+    `low`, on top of the terms of fewer of these sizes.
     """
 
-    size: int
-    run: int
+    low: tuple[int, ...]
+    far: tuple[int, ...]
     value: int
-    first: int
-    second: int
+    terms: tuple[tuple[tuple[int, ...], int], ...]
+    second: int = 0
 
-    def at(self, size: int) -> int:
-        more, run = size - self.size, self.run
-        risen, rest = divmod(2 * run * more * self.first + more * (more - run) * self.second, 2 * run * run)
+    def at(self, sizes: Sequence[int]) -> int:
+        more = [size - low for size, low in zip(sizes, self.low, strict=True)]
+        # One denominator, so that the sum is exact.
+        risen, whole = 0, prod(self.far)
+        for grown, number in self.terms:
+            risen += number * prod(more[i] if i in grown else far for i, far in enumerate(self.far))
+        if self.second:
+            # `second` is the second difference over half of `far`.
+            half = self.far[0] // 2
+            risen, whole = half * risen + more[0] * (more[0] - 2 * half) * self.second, half * whole
+        found, rest = divmod(risen, whole)
         if rest:
-            raise DiffersError(f"no integer at the size {size}")
-        return self.value + risen
+            raise DiffersError(f"no integer at the sizes {tuple(sizes)}")
+        return self.value + found
 
 
 @dataclass(frozen=True)
 class SizeTemplate:
-    """An object at one size, and the integers in it that grow with the size."""
+    """An object at some sizes, and the integers in it that grow with the sizes."""
 
     source: Any
-    size: int
     numbers: Mapping[Path, Growth]
-    # `source` with generated code that reads its integers from the module, and where its integers are.
-    readable: Any
-    places: Tree
+    # Of `source` with generated code that reads its integers from the module.
+    recipe: _Recipe
 
     @classmethod
-    def of(cls, size: int, run: int, source: Any, second: Any, third: Any) -> SizeTemplate:
-        """Return the template of an object at `size`, `size + run` and `size + 2 * run`.
+    def of(cls, low: Sequence[int], far: Sequence[int], corners: Mapping[tuple[int, ...], Any], middle: Any) -> Self:
+        """Return the template of an object at the sizes `low` to `low + far`.
 
-        Raise `DiffersError` if more than integers differ.
+        Raise `DiffersError` if more than integers differ, or if one of several sizes has an integer of degree 2.
+
+        Parameters:
+            corners: the object at `low`, by the empty tuple, and at each other corner, by the numbers of the sizes
+                that are at their end there.
+            middle: the object at the middle of all sizes.
         """
-        changes = [differences(source, other) for other in (second, third)]
+        source = corners[()]
+        changes: dict[tuple[Any, ...], dict[Path, tuple[int, int]]] = {}
+        changes |= {at: differences(source, made) for at, made in corners.items() if at}
+        changes["middle",] = differences(source, middle)
+        known: dict[Growth, Growth] = {}
         numbers = {}
-        for path in {**changes[0], **changes[1]}:
-            pairs = [found.get(path) for found in changes]
-            value = next(pair[0] for pair in pairs if pair is not None)
-            values = [value if pair is None else pair[1] for pair in pairs]
-            first = values[0] - value
-            numbers[path] = Growth(size, run, value, first, values[1] - value - 2 * first)
+        for path in {path: None for found in changes.values() for path in found}:
+            value = next(found[path][0] for found in changes.values() if path in found)
+            values = {at: found[path][1] if path in found else value for at, found in changes.items()}
+            number = _growth(tuple(low), tuple(far), {(): value, **values})
+            # Equal ones are one object, which is computed once.
+            numbers[path] = known.setdefault(number, number)
         readable, places = _readable(source, _tree_of(numbers), {})
-        return cls(source, size, numbers, readable, places)
+        recipe = _Recipe.of(readable, places, {})
+        assert isinstance(recipe, _Recipe), "an object of many parts"
+        return cls(source, numbers, recipe)
 
     @property
     def is_linear(self) -> bool:
         return not any(number.second for number in self.numbers.values())
 
-    def check(self, other: Any, size: int) -> None:
-        """Raise `DiffersError` unless this template gives `other` at its size."""
+    def check(self, other: Any, *sizes: int) -> None:
+        """Raise `DiffersError` unless this template gives `other` at its sizes."""
         found = differences(self.source, other)
         for path in {**self.numbers, **found}:
             number = self.numbers.get(path)
-            expected = found[path][0] if number is None else number.at(size)
+            expected = found[path][0] if number is None else number.at(sizes)
             got = number.value if number is not None and path not in found else found[path][1]
             if got != expected:
-                raise DiffersError(f"{path} is {got} at the size {size}, expected {expected}")
+                raise DiffersError(f"{path} is {got} at the sizes {sizes}, expected {expected}")
 
-    def at(self, size: int) -> Any:
-        """Return the object at another size; parts without such integers are shared."""
-        return _rebuilt(self.readable, self.places, size, {})
+    def at(self, *sizes: int) -> Any:
+        """Return the object at other sizes; parts without such integers are shared."""
+        return self.recipe.at(sizes, {})
+
+
+def _growth(low: tuple[int, ...], far: tuple[int, ...], values: Mapping[tuple[Any, ...], int]) -> Growth:
+    """Return the growth of an integer with these values at the corners and in the middle."""
+    terms: dict[tuple[int, ...], int] = {}
+    corners = sorted((at for at in values if at != ("middle",)), key=len)
+    for at in corners:
+        terms[at] = values[at] - sum(number for inner, number in terms.items() if set(inner) < set(at))
+    value = terms.pop(())
+    made = Growth(low, far, value, tuple((at, number) for at, number in terms.items() if number))
+    parts = 2 ** len(far)
+    rest = values["middle",] * parts - sum(
+        number * parts // 2 ** len(at) for at, number in {(): value, **terms}.items()
+    )
+    if rest and len(far) > 1:
+        raise DiffersError(f"an integer that is not linear in each of {len(far)} sizes")
+    # On one size, `rest` is twice what the middle is above the line.
+    return replace(made, second=-rest) if rest else made
 
 
 # -- compare -----------------------------------------------------------------------------------------------------------
@@ -230,16 +268,35 @@ def _tree_of(numbers: Mapping[Path, Growth]) -> Tree:
     return tree
 
 
-def _rebuilt(value: Any, tree: Any, size: int, known: dict[int, Any]) -> Any:
-    """Return a copy of an object with its integers at a size; an object that stands twice is one object again."""
-    if isinstance(tree, Growth):
-        return tree.at(size)
-    if id(value) not in known:
-        parts = vars(value) if isinstance(value, nn.Module) else _parts(value)
-        assert parts is not None, "it has integers inside"
-        changed = {step: _rebuilt(parts.get(step), inner, size, known) for step, inner in tree.items()}
-        known[id(value)] = _with_parts(value, changed)
-    return known[id(value)]
+@dataclass(frozen=True, eq=False)
+class _Recipe:
+    """An object with integers that grow with sizes; what does not is looked up once."""
+
+    value: Any
+    # Of a module none, since its attributes change.
+    parts: Mapping[Any, Any] | None
+    growing: tuple[tuple[Any, _Recipe | Growth], ...]
+
+    @classmethod
+    def of(cls, value: Any, tree: Any, known: dict[int, _Recipe]) -> _Recipe | Growth:
+        if isinstance(tree, Growth):
+            return tree
+        if id(value) not in known:
+            is_module = isinstance(value, nn.Module)
+            parts = vars(value) if is_module else _parts(value)
+            assert parts is not None, "it has integers inside"
+            growing = tuple((step, cls.of(parts.get(step), inner, known)) for step, inner in tree.items())
+            known[id(value)] = cls(value, None if is_module else parts, growing)
+        return known[id(value)]
+
+    def at(self, sizes: Sequence[int], made: dict[int, Any]) -> Any:
+        """Return a copy of the object at some sizes; an object that stands twice is one object again."""
+        changed = {}
+        for step, one in self.growing:
+            if id(one) not in made:
+                made[id(one)] = one.at(sizes) if isinstance(one, Growth) else one.at(sizes, made)
+            changed[step] = made[id(one)]
+        return _with_parts(self.value, changed, self.parts)
 
 
 def _readable(value: Any, tree: Any, known: dict[int, tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -293,13 +350,13 @@ def _replaced(value: Any, tree: Any, read: Callable[[Growth], Node]) -> Any:
     return _with_parts(value, {step: _replaced(parts[step], inner, read) for step, inner in tree.items()})
 
 
-def _with_parts(value: Any, changed: Mapping[Any, Any]) -> Any:
-    """Return a copy of an object with some other parts; no constructor runs."""
+def _with_parts(value: Any, changed: Mapping[Any, Any], known: Mapping[Any, Any] | None = None) -> Any:
+    """Return a copy of an object with some other parts, beside `known` ones; no constructor runs."""
     if isinstance(value, nn.Module):
         made = object.__new__(type(value))
         made.__dict__.update({**vars(value), **changed})
         return made
-    parts = {**(_parts(value) or {}), **changed}
+    parts = {**((_parts(value) or {}) if known is None else known), **changed}
     if isinstance(value, dict):
         return type(value)(parts)
     if isinstance(value, MappingProxyType):

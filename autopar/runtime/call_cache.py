@@ -37,7 +37,8 @@ from autopar.runtime.kept_calls import KeptCalls, SizeOptions
 from autopar.runtime.module_shell import ClosedModule
 from autopar.runtime.random_keys import RandomKeys, kept_generators
 from autopar.runtime.shards import ShardOwner
-from autopar.runtime.size_lines import SizeLines, without_values
+from autopar.runtime.size_ranges import SizeRanges
+from autopar.runtime.sized_signatures import without_values
 from autopar.runtime.sync.replica_group import ReplicaSetting
 from autopar.runtime.target_counts import check_read, has_count, with_sum, with_tensor
 from autopar.runtime.torch_wrappers import check_not_captured
@@ -348,7 +349,7 @@ class CallCache:
             found = planner.decide(graph)
             return planner.read(graph, found)[0] if isinstance(found, str) else graph
 
-    def _emitted(self, given: CallSignature, lines: SizeLines) -> CompiledCall:
+    def _emitted(self, given: CallSignature, lines: SizeRanges) -> CompiledCall:
         """Trace, plan and emit a call; a phase that fails on one rank raises on all."""
         agreement, planner = self.agreement, self.called[given.part].planner
         traced = agreement.together(lambda: self._trace(given))

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from autopar.errors import AutoparError
 from autopar.ir.pytree import Mapped
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
-from autopar.runtime.size_lines import SizeLines
+from autopar.runtime.size_ranges import SizeRanges
 from autopar.tracing.sized_exports import SizedExports
 
 __all__ = ["KeptCalls", "SizeOptions"]
@@ -38,12 +38,12 @@ class CallFamily:
 
     exports: SizedExports
     whole: SizedExports
-    lines: SizeLines
+    lines: SizeRanges
 
     @classmethod
     def of(cls, dynamic: bool | None) -> CallFamily:
         exports, whole = SizedExports(dynamic), SizedExports(dynamic)
-        return cls(exports, whole, SizeLines(exports, whole))
+        return cls(exports, whole, SizeRanges(exports, whole))
 
 
 class KeptCalls:

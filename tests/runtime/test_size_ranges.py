@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
-from autopar.runtime.size_lines import SizeLines
+from autopar.runtime.size_ranges import SizeRanges
 from examples.gpt import gpt
 from tests.gaps import number
 from tests.runtime.launcher import in_turn, launch
@@ -54,15 +55,16 @@ def compared(parallel: Any) -> dict[str, int]:
     plan = plans._plan
 
     def checked(given: CallSignature) -> CompiledCall:
-        lines: SizeLines = plans.kept.family(given).lines
+        lines: SizeRanges = plans.kept.family(given).lines
         before = lines.served
         call: CompiledCall = plan(given)
         counts["of lines" if lines.served > before else "emitted"] += 1
         if lines.served > before:
             whole = plans._emitted(given, lines)
             place = lines._place(given.flat, None)
-            line = next(one for one in reversed(lines._lines) if one.call.digest and one.parts(place) is not None)
-            line.template.check(whole.sized, line.size(place))
+            assert place is not None
+            line = next(one for one in reversed(lines._ranges) if one.parts(place) is not None)
+            line.template.check(whole.sized, *place.along(line.groups))
             assert call.graph.fingerprint == whole.graph.fingerprint
         return call
 
@@ -105,6 +107,20 @@ def lengths() -> dict[str, Any]:
     return {layout: run(model, make, sizes, "tp=2", layout) for layout in ("megatron", "megatron_sp")}
 
 
+def batches() -> dict[str, Any]:
+    """Number of samples and length vary freely."""
+    model = gpt(**SMALL, batch=4, seq=64)[0].double()
+
+    def make(batch: int, seq: int) -> dict[str, Any]:
+        torch.manual_seed(batch * seq)
+        return gpt(**SMALL, batch=batch, seq=seq)[1]  # type: ignore[no-any-return]
+
+    sizes = [(4, 16), (6, 12), (8, 20), (10, 13), (12, 15), (7, 19), (20, 40), (13, 33), (2, 30), (3, 22), (8, 7)]
+    return {
+        axis: run(model, make, sizes, f"{axis}=2", layout) for axis, layout in (("dp", "zero1"), ("tp", "megatron"))
+    }
+
+
 def branches() -> dict[str, Any]:
     torch.manual_seed(1)
     model = Branching().double()
@@ -131,10 +147,14 @@ def forgetful() -> tuple[float, int]:
 
 
 def test_calls_of_a_line_equal_emitted_ones() -> None:
-    for one in launch(in_turn, (lengths, ()), (branches, ()), (images, ()), (forgetful, ()), ranks=2):
+    for one in launch(in_turn, (lengths, ()), (batches, ()), (branches, ()), (images, ()), (forgetful, ()), ranks=2):
         for worst, counts in (*one["lengths"].values(), *one["branches"].values(), *one["images"].values()):
             assert worst < 1e-12
             assert counts["of lines"] > 0
+        assert all(worst < 1e-12 for worst, _ in one["batches"].values())
+        # Odd numbers of samples are split unevenly, so they are ranges of their own.
+        assert one["batches"]["dp"][1] == {"of lines": 4, "emitted": 6}
+        assert one["batches"]["tp"][1] == {"of lines": 6, "emitted": 4}
         assert one["lengths"]["megatron"][1] == {"of lines": 4, "emitted": 4}
         assert one["forgetful"][0] < 1e-12
 
@@ -185,6 +205,22 @@ def trained(name: str, mesh: str, layout: str) -> Any:
     return run(model, make, kept, mesh, layout)
 
 
+def translated(mesh: str, layout: str) -> Any:
+    """Number of samples, length of the source and of the target vary freely."""
+    model, _ = published("t5")
+
+    def make(batch: int, source: int, target: int) -> dict[str, Any]:
+        torch.manual_seed(batch * source + target)
+        ids, labels = torch.randint(1, 32, (batch, source)), torch.randint(1, 32, (batch, target))
+        mask = torch.ones_like(ids)
+        mask[0, source // 2 + 1 :] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    draw = random.Random(0)
+    sizes = [(2 * draw.randint(2, 6), draw.randint(9, 30), draw.randint(6, 20)) for _ in range(16)]
+    return run(model, make, sizes, mesh, layout)
+
+
 def generated() -> dict[str, Any]:
     model = published("llama")[0].eval()
     found = {}
@@ -211,6 +247,14 @@ def test_published_models_at_many_sizes(name: str, mesh: str, layout: str) -> No
         # transformers computes losses in float32.
         assert worst < 1e-5
         assert counts["of lines"] >= 3, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "layout"), [("dp=2", "zero1"), ("tp=2", "megatron")])
+def test_sizes_of_a_translator_vary_freely(mesh: str, layout: str) -> None:
+    for worst, counts in launch(translated, mesh, layout, ranks=2):
+        assert worst < 1e-5
+        assert counts == {"of lines": 9, "emitted": 6}
 
 
 @pytest.mark.slow
