@@ -26,8 +26,14 @@ from tests.runtime.training import error_of
 PAGE = Path(__file__).parents[2] / "docs" / "running.md"
 CLASSES, ROWS = 8, 8
 MESHES = {
-    2: (("ddp", "dp=2"), ("fsdp", "fsdp=2"), ("zero1", "dp=2")),
-    4: (("megatron", "dp=2,tp=2"), ("fsdp_tp", "fsdp=2,tp=2")),
+    2: (("ddp", "dp=2"), ("fsdp", "fsdp=2"), ("zero1", "dp=2"), ("megatron", "dp=1,tp=2")),
+    4: (
+        ("ddp", "dp=4"),
+        ("fsdp", "fsdp=4"),
+        ("zero1", "dp=4"),
+        ("megatron", "dp=2,tp=2"),
+        ("fsdp_tp", "fsdp=2,tp=2"),
+    ),
 }
 NAMES = {"0.weight": "d_ff d_model"}
 
