@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -40,8 +39,7 @@ from autopar.plans.planners import PlanFilePlanner
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.solver import Progress
-from benchmarks.search import SHAPES
-from examples.llama3_8b import llama3_8b
+from benchmarks.models import LLAMAS, SHAPES, ModelAndInputs
 
 STAGES = ("export", "trace", "search", "strategies", "text", "rewrite")
 # The stages of `autopar.plan`.
@@ -75,13 +73,8 @@ class Llama:
     batch: int = 16
 
 
-def llama(size: Llama, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    layers, entries = SHAPES[size.shape]
-    torch.set_default_dtype(dtype)
-    try:
-        return llama3_8b(layers=size.layers or layers, batch=size.batch, loss=True, **entries)
-    finally:
-        torch.set_default_dtype(torch.float32)
+def llama(size: Llama, dtype: torch.dtype) -> ModelAndInputs:
+    return LLAMAS[size.shape].made(size.layers, size.batch, dtype)
 
 
 @contextmanager

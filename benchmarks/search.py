@@ -16,7 +16,6 @@ import argparse
 import gc
 import time
 import warnings
-from typing import Any
 
 import torch
 
@@ -26,14 +25,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.sharding.options import TrainingOptions
 from autopar.solver.solve import solve_plan
-from examples.llama3_8b import llama3_8b
-
-# Sizes of Llama 3: layers, and the config entries that differ from those of 8B.
-SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
-    "8b": (32, {}),
-    "70b": (80, {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}),
-    "405b": (126, {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}),
-}
+from benchmarks.models import LLAMAS, SHAPES, ModelAndInputs
 
 HEAD = (
     f"{'shape':>6} {'layers':>6} {'mesh':>16} {'nodes':>6} {'variables':>9} {'search s':>9} {'/ export':>8} "
@@ -52,12 +44,8 @@ def exported_seconds(shape: str, layers: int, dtype: torch.dtype) -> float:
     return time.process_time() - begin
 
 
-def _model(shape: str, layers: int, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    torch.set_default_dtype(dtype)
-    try:
-        return llama3_8b(layers=layers, loss=True, **SHAPES[shape][1])
-    finally:
-        torch.set_default_dtype(torch.float32)
+def _model(shape: str, layers: int, dtype: torch.dtype) -> ModelAndInputs:
+    return LLAMAS[shape].made(layers, 16, dtype)
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 import autopar
@@ -32,12 +31,9 @@ from autopar.ir.precision import PRESETS
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.open_mesh import meshes_of
 from autopar.sharding.options import TrainingOptions
-from examples.llama3_8b import llama3_8b
+from benchmarks.models import MIXTRAL_8X22B, SHAPES, ModelAndInputs, causal_lm
 
 SEQ = 8192
-B8 = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
-B70 = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
-B405 = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
 
 
 @dataclass(frozen=True)
@@ -53,16 +49,9 @@ class Run:
     family: str = "Llama"
     seq: int = SEQ
 
-    def model(self) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    def model(self) -> ModelAndInputs:
         """Return the model and its inputs, without data."""
-        if self.family == "Llama":
-            return llama3_8b(self.layers, self.batch, self.seq, loss=True, **self.shape)
-        config = getattr(transformers, f"{self.family}Config")
-        with torch.device("meta"):
-            made = config(num_hidden_layers=self.layers, use_cache=False, **self.shape)
-            model = getattr(transformers, f"{self.family}ForCausalLM")(made)
-            ids = torch.zeros(self.batch, self.seq, dtype=torch.int64)
-        return model, {"input_ids": ids, "labels": ids}
+        return causal_lm(self.family, self.layers, self.batch, self.seq, self.shape)
 
     def flops(self, model: nn.Module) -> float:
         """Return the FLOPs of a step."""
@@ -78,23 +67,13 @@ class Run:
         return self.batch * self.seq * (6 * active + attention)
 
 
-MIXTRAL = {
-    "vocab_size": 32768,
-    "hidden_size": 6144,
-    "intermediate_size": 16384,
-    "num_attention_heads": 48,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 65536,
-}
 RUNS = {
-    "8b-8": Run(32, B8, 64, 8),
-    "70b-64": Run(80, B70, 512, 64),
-    "405b-1024": Run(126, B405, 2048, 1024),
-    "405b-8192": Run(126, B405, 2048, 8192, 430.0),
-    "405b-16384": Run(126, B405, 2048, 16384, 400.0),
-    "mixtral-8x22b-128": Run(56, MIXTRAL, 256, 128, 487.6, "Mixtral", 4096),
+    "8b-8": Run(*SHAPES["8b"], 64, 8),
+    "70b-64": Run(*SHAPES["70b"], 512, 64),
+    "405b-1024": Run(*SHAPES["405b"], 2048, 1024),
+    "405b-8192": Run(*SHAPES["405b"], 2048, 8192, 430.0),
+    "405b-16384": Run(*SHAPES["405b"], 2048, 16384, 400.0),
+    "mixtral-8x22b-128": Run(56, MIXTRAL_8X22B, 256, 128, 487.6, "Mixtral", 4096),
     # The sizes of DeepSeek-V3 are the defaults of its config.
     "deepseek-v3-2048": Run(61, {}, 15360, 2048, None, "DeepseekV3", 4096),
 }
