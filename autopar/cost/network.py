@@ -236,6 +236,10 @@ class Network:
         units = place(*self._units(axes))
         return Ratios.of([(where, curve.at(here), 1.0) for where, curve in curves]).at(units)
 
+    def least_ratio(self, kind: str, axes: tuple[str, ...]) -> float:
+        """Return the least measured over predicted time of a collective, whatever its size."""
+        return min((curve.least for _, curve in self._measured(kind, axes)), default=1.0)
+
     def _measured(self, kind: str, axes: tuple[str, ...]) -> tuple[tuple[Place, Ratios], ...]:
         """Return the ratios of measured groups that join units of the same levels, by the numbers of units."""
         table = self.cluster.library.tables.collectives
