@@ -1,0 +1,365 @@
+"""Exact min-plus elimination over classes of options, for models with hundreds of options for each op.
+
+A table of an op and a neighbour has a row for each sharding of one tensor, and many options of the op have the same
+one. So an op has a port for each of its tensors: the class of its option. Tables join ports, and a result of an
+elimination has an axis for each port or value beside it. One port of an op may be kept as a node of its own, so that a
+sum of many axes becomes a min-plus product of two matrices.
+
+Equal steps are computed once, as in `bucket_elimination`. Results have single precision, less their own least, so that
+long models keep it; what rounding may add is taken off the answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.solver import Ints
+from autopar.solver.search.bucket_elimination import TooWide
+
+__all__ = ["ClassElimination", "ClassTable", "Single", "class_elimination"]
+
+Single = NDArray[np.float32]
+
+# Additions of one step at most.
+LARGEST_STEP = 2**32
+# Numbers that are added up at once.
+BLOCK = 2**22
+# What rounding may add to the answer, as a share of it.
+ROUNDING = 1e-5
+
+
+class ClassTable(NamedTuple):
+    """Table of two variables, or of one: by axis the variable, and the class of each of its states."""
+
+    nodes: tuple[int, ...]
+    classes: tuple[Ints, ...]
+
+
+class _Step(NamedTuple):
+    """Elimination of a node with some of its ports: nodes of the result, the tables used, and the port that stays."""
+
+    node: int
+    absorbed: tuple[int, ...]
+    kept: int | None
+    others: tuple[int, ...]
+    used: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ClassElimination:
+    """Elimination order of one model: variables, and their ports behind them."""
+
+    sizes: tuple[int, ...]
+    # Of each port: its variable, and the class of each state.
+    owners: Mapping[int, tuple[int, Ints]]
+    # Nodes of the given tables, and of the results of the steps behind them.
+    scopes: tuple[tuple[int, ...], ...]
+    steps: tuple[_Step, ...]
+    # Number of variables.
+    count: int
+    firsts: dict[Hashable, list[int]] = field(default_factory=dict)
+
+    def solve(self, costs: Sequence[Single], tables: Sequence[Single]) -> tuple[float, list[int]]:
+        """Return a lower bound on the least total, close to it, and a state for every variable.
+
+        Equal costs and tables are one object each.
+        """
+        firsts = self._firsts(costs, tables)
+        found: list[Single] = list(tables)
+        least = [0.0] * len(self.steps)
+        total = 0.0
+        size = 0.0
+        for place, (step, first) in enumerate(zip(self.steps, firsts, strict=True)):
+            if first < place:
+                found.append(found[len(tables) + first])
+                least[place] = least[first]
+            else:
+                result = self._result(step, costs, found)
+                least[place] = float(result.min())
+                if not np.isfinite(least[place]):
+                    return np.inf, [0] * self.count
+                found.append(result - np.float32(least[place]))
+            total += least[place]
+            size += abs(least[place])
+        return total - ROUNDING * size, self._chosen(costs, found, firsts)
+
+    def _firsts(self, costs: Sequence[Single], tables: Sequence[Single]) -> list[int]:
+        """Return for each step the first step that computes the same."""
+        keys: list[Hashable] = [("given", id(table)) for table in tables]
+        known: dict[Hashable, int] = {}
+        firsts = []
+        for place, step in enumerate(self.steps):
+            at = {other: i for i, other in enumerate(step.others)}
+            own = tuple(step.absorbed) if step.kept is None else (*step.absorbed, step.kept)
+            at.update({port: -2 - i for i, port in enumerate(own)})
+            at[step.node] = -1
+            key = (
+                id(costs[step.node]) if step.node < self.count else ("port", self.sizes[step.node]),
+                tuple((keys[number], tuple(at[node] for node in self.scopes[number])) for number in step.used),
+                tuple(id(self.owners[port][1]) for port in own),
+                step.kept is None or at[step.kept],
+                tuple(self.sizes[other] for other in step.others),
+            )
+            firsts.append(known.setdefault(key, place))
+            keys.append(("made", firsts[-1]))
+        return firsts
+
+    def _own(self, node: int, costs: Sequence[Single]) -> Single:
+        return costs[node] if node < self.count else np.zeros(self.sizes[node], dtype=np.float32)
+
+    def _result(self, step: _Step, costs: Sequence[Single], found: Sequence[Single]) -> Single:
+        own = self._own(step.node, costs)
+        around = [other for other in step.others if other != step.kept]
+        terms = [self._term(step, number, found[number]) for number in step.used]
+        halves = _halves(around, [nodes for nodes, _ in terms], self.sizes)
+        if step.kept is None and len(halves) == 2:
+            left = _summed(own, halves[0], [one for one in terms if not set(one[0]) & set(halves[1])], self.sizes)
+            nothing = np.zeros(1, dtype=np.float32)
+            right = _summed(nothing, halves[1], [one for one in terms if set(one[0]) & set(halves[1])], self.sizes)
+            made = _min_plus(left.reshape(len(own), -1), right.reshape(len(own), -1))
+            nodes = (*halves[0], *halves[1])
+            return _arranged(made.reshape([self.sizes[node] for node in nodes]), nodes, step.others)
+        if step.kept is None:
+            return np.asarray(_least(own, around, terms, self.sizes, [np.arange(len(own))])[0])
+        classes = self.owners[step.kept][1]
+        order = np.argsort(classes, kind="stable")
+        groups = np.split(order, np.flatnonzero(np.diff(classes[order])) + 1)
+        return _arranged(_least(own, around, terms, self.sizes, groups), (step.kept, *around), step.others)
+
+    def _term(self, step: _Step, number: int, table: Single) -> tuple[tuple[int, ...], Single]:
+        """Return a table with the states of the eliminated node first, and its other nodes."""
+        scope = self.scopes[number]
+        axes = [i for i, node in enumerate(scope) if self._variable(step, node)]
+        rest = tuple(i for i in range(len(scope)) if i not in axes)
+        moved = table.transpose(*axes, *rest)
+        if len(axes) > 1 or scope[axes[0]] != step.node:
+            moved = moved[tuple(self._classes(step, scope[i]) for i in axes)]
+        return tuple(scope[i] for i in rest), moved
+
+    def _variable(self, step: _Step, node: int) -> bool:
+        return node == step.node or node in step.absorbed or node == step.kept
+
+    def _classes(self, step: _Step, node: int) -> Ints:
+        return np.arange(self.sizes[node]) if node == step.node else self.owners[node][1]
+
+    def _chosen(self, costs: Sequence[Single], found: Sequence[Single], firsts: Sequence[int]) -> list[int]:
+        states = [0] * len(self.sizes)
+        known: dict[Hashable, int] = {}
+        for step, first in zip(reversed(self.steps), reversed(firsts), strict=True):
+            key = first, tuple(states[other] for other in step.others)
+            state = known.get(key)
+            if state is None:
+                total = self._own(step.node, costs)
+                for number in step.used:
+                    nodes, table = self._term(step, number, found[number])
+                    at: Any = (slice(None), *(states[node] for node in nodes))
+                    total = np.add(total, table[at])
+                if step.kept is not None:
+                    total = np.where(self.owners[step.kept][1] == states[step.kept], total, np.inf)
+                state = known[key] = int(total.argmin())
+            states[step.node] = state
+            for port in step.absorbed:
+                states[port] = int(self.owners[port][1][state])
+        return states[: self.count]
+
+
+def _summed(
+    own: Single, around: Sequence[int], terms: Iterable[tuple[tuple[int, ...], Single]], sizes: Sequence[int]
+) -> Single:
+    """Return the sum over all states of the nodes around, with the states of the eliminated node first."""
+    total = own.reshape(-1, *(1,) * len(around))
+    for nodes, table in sorted(terms, key=lambda term: term[1].size):
+        order = sorted(range(len(nodes)), key=lambda i: around.index(nodes[i]))
+        moved = table.transpose(0, *(1 + i for i in order))
+        shape = [sizes[node] if node in nodes else 1 for node in around]
+        total = total + moved.reshape(len(moved), *shape)
+    full = (len(total), *(sizes[node] for node in around))
+    return np.broadcast_to(total, full)
+
+
+def _least(
+    own: Single,
+    around: Sequence[int],
+    terms: Sequence[tuple[tuple[int, ...], Single]],
+    sizes: Sequence[int],
+    groups: Sequence[Ints],
+) -> Single:
+    """Return for each group of states the least sum over it, for all states of the nodes around."""
+    shape = [sizes[node] for node in around]
+    if len(own) * prod(shape) <= BLOCK:
+        order = np.concatenate(groups)
+        starts = np.cumsum([0, *map(len, groups[:-1])])
+        total = _summed(own[order], around, [(nodes, table[order]) for nodes, table in terms], sizes)
+        return np.asarray(np.minimum.reduceat(total, starts, axis=0))
+    made = np.full((len(groups), *shape), np.inf, dtype=np.float32)
+    rows = max(1, BLOCK // prod(shape))
+    for place, group in enumerate(groups):
+        for begin in range(0, len(group), rows):
+            chunk = group[begin : begin + rows]
+            total = _summed(own[chunk], around, [(nodes, table[chunk]) for nodes, table in terms], sizes)
+            np.minimum(made[place], total.min(axis=0), out=made[place])
+    return made
+
+
+def _arranged(table: Single, nodes: Sequence[int], wanted: Sequence[int]) -> Single:
+    return np.ascontiguousarray(table.transpose([list(nodes).index(node) for node in wanted]))
+
+
+def _halves(around: Sequence[int], scopes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> list[list[int]]:
+    """Return the nodes around in two groups that share no table, the largest in one; one group where none are."""
+    first = {node: node for node in around}
+
+    def root(node: int) -> int:
+        while first[node] != node:
+            node = first[node]
+        return node
+
+    for scope in scopes:
+        for node in scope[1:]:
+            first[root(node)] = root(scope[0])
+    groups: dict[int, list[int]] = {}
+    for node in around:
+        groups.setdefault(root(node), []).append(node)
+    if len(groups) < 2:
+        return [list(around)]
+    largest, *others = sorted(groups.values(), key=lambda group: -prod(sizes[node] for node in group))
+    return [largest, [node for group in others for node in group]]
+
+
+def _min_plus(left: Single, right: Single) -> Single:
+    """Return for each pair of columns the least sum over the rows."""
+    best = np.full((left.shape[1], right.shape[1]), np.inf, dtype=np.float32)
+    total = np.empty_like(best)
+    for row, column in zip(left, right, strict=True):
+        np.add(row[:, None], column[None, :], out=total)
+        np.minimum(best, total, out=best)
+    return best
+
+
+# -- the order ---------------------------------------------------------------------------------------------------------
+
+
+def class_elimination(
+    sizes: Sequence[int], tables: Sequence[ClassTable], largest: int = LARGEST_STEP
+) -> ClassElimination:
+    """Return an elimination order of variables with these numbers of states; the cheapest step is next."""
+    return _ClassOrder(sizes, tables).run(largest)
+
+
+class _ClassOrder:
+    """Nodes that are left, the tables between them, and the steps so far."""
+
+    def __init__(self, sizes: Sequence[int], tables: Sequence[ClassTable]) -> None:
+        self.sizes = list(sizes)
+        self.count = len(sizes)
+        self.owners: dict[int, tuple[int, Ints]] = {}
+        self.ports: list[list[int]] = [[] for _ in sizes]
+        known: dict[tuple[int, int], int] = {}
+        self.scopes: list[tuple[int, ...]] = []
+        for table in tables:
+            scope = []
+            for node, classes in zip(table.nodes, table.classes, strict=True):
+                if len(classes) == int(classes.max()) + 1:
+                    scope.append(node)
+                    continue
+                port = known.get((node, id(classes)))
+                if port is None:
+                    port = known[node, id(classes)] = len(self.sizes)
+                    self.sizes.append(int(classes.max()) + 1)
+                    self.owners[port] = node, classes
+                    self.ports[node].append(port)
+                scope.append(port)
+            self.scopes.append(tuple(scope))
+        self.tables: list[set[int]] = [set() for _ in self.sizes]
+        for number, nodes in enumerate(self.scopes):
+            for each in nodes:
+                self.tables[each].add(number)
+        self.is_left = [True] * len(self.sizes)
+        # Ports that belong to no variable any more.
+        self.is_free = [port not in self.owners for port in range(len(self.sizes))]
+        self.steps: list[_Step] = []
+
+    def run(self, largest: int) -> ClassElimination:
+        weights: dict[int, int] = {}
+        waiting: dict[int, list[int]] = {}
+        heap: list[int] = []
+
+        def put(node: int) -> None:
+            weight = self._cheapest(node)[0]
+            if weights.get(node) != weight:
+                weights[node] = weight
+                if weight not in waiting:
+                    waiting[weight] = []
+                    heapq.heappush(heap, weight)
+                waiting[weight].append(node)
+
+        for node in range(self.count):
+            put(node)
+        while heap:
+            least = heapq.heappop(heap)
+            for node in sorted(waiting.pop(least)):
+                if not self.is_left[node] or weights[node] != least:
+                    continue
+                weight, kept = self._cheapest(node)
+                if weight != least:
+                    put(node)
+                    continue
+                if least > largest:
+                    raise TooWide
+                for other in self._eliminate(node, kept):
+                    put(other)
+        return ClassElimination(tuple(self.sizes), self.owners, tuple(self.scopes), tuple(self.steps), self.count)
+
+    def _around(self, nodes: Iterable[int]) -> set[int]:
+        return {other for node in nodes for number in self.tables[node] for other in self.scopes[number]}
+
+    def _cheapest(self, node: int) -> tuple[int, int | None]:
+        """Return the additions to eliminate a node, and the port to keep, if any."""
+        ports = self.ports[node] if node < self.count else []
+        own = {node, *ports}
+        best: tuple[int, int | None] | None = None
+        for kept in (None, *ports):
+            around = self._around(own - {kept} if kept is not None else own) - own
+            work = self.sizes[node] * prod(self.sizes[other] for other in around)
+            if kept is not None:
+                made = self.sizes[kept] * prod(self.sizes[other] for other in around)
+                beyond = self._around([kept]) - around - own
+                work += made * prod(self.sizes[other] for other in beyond)
+            if best is None or work < best[0]:
+                best = work, kept
+        assert best is not None
+        return best
+
+    def _eliminate(self, node: int, kept: int | None) -> set[int]:
+        """Eliminate a node; return the nodes whose steps may have become cheaper or dearer."""
+        ports = self.ports[node] if node < self.count else []
+        absorbed = tuple(port for port in ports if port != kept)
+        used = sorted({number for one in (node, *absorbed) for number in self.tables[one]})
+        others = {other for number in used for other in self.scopes[number]} - {node, *ports}
+        if kept is not None:
+            others.add(kept)
+        arranged = tuple(sorted(others))
+        for number in used:
+            for other in self.scopes[number]:
+                self.tables[other].discard(number)
+        for other in arranged:
+            self.tables[other].add(len(self.scopes))
+        self.scopes.append(arranged)
+        self.steps.append(_Step(node, absorbed, kept, arranged, tuple(used)))
+        self.is_left[node] = False
+        for port in ports:
+            self.is_left[port] = port == kept
+            self.is_free[port] = True
+        touched = {self._head(other) for other in self._around(arranged) | others}
+        return {other for other in touched if self.is_left[other]}
+
+    def _head(self, node: int) -> int:
+        """Return the node that is eliminated with a port: its variable, while that is left."""
+        return node if self.is_free[node] else self.owners[node][0]
