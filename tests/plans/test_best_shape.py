@@ -19,7 +19,7 @@ DEVICES = 16
 def planned(model: nn.Module, inputs: dict[str, Any], mesh: str) -> autopar.Plan:
     devices = DEVICES if mesh == "?" else None
     return autopar.plan(
-        model, mesh, inputs, cluster="h100", devices=devices, precision="bf16", time_limit=60, cache=False
+        model, mesh, inputs, cluster="h100", devices=devices, precision="bf16", time_limit=600, cache=False
     )
 
 
