@@ -52,6 +52,7 @@ from autopar.solver.search.phases import (
     settle,
 )
 from autopar.solver.search.prove_small import prove_small
+from autopar.solver.search.whole_mesh import MOST_PROVED_AXES, prove_whole
 from autopar.solver.setting import MicroBatchedCall, PlanningProblem
 from autopar.solver.stages import settle_stages, with_call
 
@@ -292,7 +293,8 @@ def _offer_known(incumbent: Incumbent, warm: Mapping[str, StepPlan]) -> None:
 def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
     """Search the mesh; of a mesh of many axes, search joined axes first, unless the graph has few choices.
 
-    The second search covers part of the choices, so its bound does not hold for all plans.
+    The second search covers part of the choices, so its bound does not hold for all plans. On three axes another bound
+    does.
     """
     if is_searched_whole(work):
         return settle(work, beat_seconds)
@@ -300,7 +302,11 @@ def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
         work = replace(work, ways=promising_choices(work))
     except OutOfTime:
         return SearchResult(None, 0.0, is_cut=True)
-    return replace(settle(work), bound=0.0, is_part=True)
+    ended = settle(work)
+    bound, search = 0.0, ended.search
+    if search is not None and work.incumbent.seconds < beat_seconds and len(work.setting.used) <= MOST_PROVED_AXES:
+        bound = prove_whole(work, search.hinge_multipliers())
+    return replace(ended, bound=bound, is_part=True)
 
 
 def _searched_on(work: SearchPhases, ended: SearchResult, beat_seconds: float) -> SearchResult:

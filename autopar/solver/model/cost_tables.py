@@ -270,6 +270,16 @@ class CostTables:
         table: CostTable = self.known[whole][0]
         return table
 
+    def _made(
+        self,
+        key: Any,
+        rows: Sequence[Any],
+        columns: Sequence[Wants],
+        made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
+    ) -> Parts:
+        """Return the sums of all pairs of distinct rows and columns."""
+        return made(rows, columns)
+
     def _equal(
         self,
         key: Any,
@@ -281,7 +291,7 @@ class CostTables:
         wanted, column_of = _numbered([tuple(dict.fromkeys(each)) for each in columns])
         named = key, tuple(distinct), tuple(wanted)
         if named not in self.known:
-            self.known[named] = made(distinct, wanted)
+            self.known[named] = self._made(key, distinct, wanted, made)
         parts = self.known[named]
         whole = "table", id(parts), row_of.tobytes(), column_of.tobytes()
         table: CostTable | None = self.known.get(whole)

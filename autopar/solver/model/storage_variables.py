@@ -31,7 +31,7 @@ class StorageVariables(ModelBuilder):
         wants = [self._wants(node, tensor.name) for node in users]
         stored = self._stored(tensor, self._uses(wants))
         parts = self._held_parts(tensor, stored)
-        if tensor.kind == "param" and len(users) > 1:
+        if tensor.kind == "param" and len(users) > 1 and self.has_shared_states:
             stored, parts = self._with_shared(tensor, stored, parts, users, wants)
         place = self._add("held", tensor.name, stored, parts)
         cut = self.tables.cut(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from autopar.solver.model.model import Model
 from autopar.solver.search.bucket_elimination import SharedTableElimination, TooWide, elimination_order, fixed
 from autopar.solver.search.reshard_shares import ReshardShares
 
-__all__ = ["Elimination"]
+__all__ = ["Elimination", "light_variables"]
 
 LARGEST_TABLE = 2**21
 # Table size before a variable with a gradient is cut: a cut costs more of the bound than a larger table of time.
@@ -52,17 +53,9 @@ class Elimination:
         other variable is cut; then those with most neighbours go.
         """
         scopes = tuple(factor.scope for factor in model.factors)
-        degree = [0] * len(model.variables)
-        for scope in scopes:
-            for node in scope:
-                degree[node] += 1
-        tensors = model.setting.graph.tensors
-        light = [
-            node
-            for node, variable in enumerate(model.variables)
-            if variable.kind in ("held", "value") and not tensors[variable.name].requires_grad and degree[node] > 1
-        ]
-        heavy = sorted(set(range(len(degree))).difference(light), key=lambda node: (-degree[node], node))
+        degree = Counter(node for scope in scopes for node in scope)
+        light = light_variables(model)
+        heavy = sorted(set(range(len(model.variables))).difference(light), key=lambda node: (-degree[node], node))
         tries = [((), LARGEST_TABLE), (tuple(light), LARGEST_TABLE), ((), LARGEST_UNCUT), (tuple(light), LARGEST_UNCUT)]
         counts = (2**i - 1 for i in range(1, len(heavy).bit_length() + 1))
         for cut, largest in (*tries, *(((*light, *heavy[:count]), LARGEST_TABLE) for count in counts)):
@@ -165,6 +158,17 @@ class _CutVariables:
         _, states = self.plan.solve([weighted.costs[node] for node in self.nodes], tables)
         found = dict(zip(self.nodes, states, strict=True))
         return {node: found[node] for node in self.cut}
+
+
+def light_variables(model: Model) -> list[int]:
+    """Return the variables of values without a gradient that several factors have."""
+    degree = Counter(node for factor in model.factors for node in factor.scope)
+    tensors = model.setting.graph.tensors
+    return [
+        node
+        for node, variable in enumerate(model.variables)
+        if variable.kind in ("held", "value") and not tensors[variable.name].requires_grad and degree[node] > 1
+    ]
 
 
 def _trained(graph: NamedGraph, name: str | None) -> bool:

@@ -1,0 +1,214 @@
+"""Reshard costs that begin as lower bounds and become exact where a search looks.
+
+Memory is left out, and so are casts and sums of gradients on the device, which only add to the seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES
+from autopar.sharding.sharding import OTHER, Sharding
+from autopar.solver import Floats, Ints
+from autopar.solver.candidates import StorageOption
+from autopar.solver.model.cost_tables import CostTable, CostTables, ParameterUse, PartialSums, Parts, ValueUse, Wants
+from autopar.solver.model.objective import MEMORY, Sum
+from autopar.solver.model.reshard_bounds import LeastCosts, ReshardBounds
+from autopar.solver.model.reshard_sums import TensorCut
+from autopar.solver.setting import PlanningProblem
+
+__all__ = ["RelaxedCosts", "RelaxedTables"]
+
+
+@dataclass(frozen=True, eq=False)
+class RelaxedCosts:
+    """Costs of pairs of shardings: lower bounds, and exact ones where they are asked for."""
+
+    rows: Sequence[Any]
+    columns: Sequence[Wants]
+    parts: dict[Sum, Floats]
+    is_exact: NDArray[np.bool_]
+    exact: Callable[[Sequence[Any], Sequence[Wants]], Parts]
+
+    def price(self, rows: Ints, columns: Ints) -> int:
+        """Make all pairs of some rows and columns exact; return how many were not."""
+        rows = rows[~self.is_exact[np.ix_(rows, columns)].all(axis=1)]
+        if not len(rows):
+            return 0
+        at = np.ix_(rows, columns)
+        count = int((~self.is_exact[at]).sum())
+        found = self.exact([self.rows[i] for i in rows], [self.columns[j] for j in columns])
+        for key, values in self.parts.items():
+            values[at] = found.get(key, 0.0)
+        self.is_exact[at] = True
+        return count
+
+
+class RelaxedTables(CostTables):
+    """Cache of the relaxed tables of one planning problem."""
+
+    def __init__(self, setting: PlanningProblem) -> None:
+        super().__init__(setting)
+        self.bounds = ReshardBounds(setting.prices.reshard_costs, tuple(setting.used))
+        # By the identity of their parts.
+        self.relaxed: dict[int, RelaxedCosts] = {}
+
+    def values(self, cut: TensorCut, sources: Sequence[Sharding], wants: Sequence[Wants], use: ValueUse) -> CostTable:
+        sums = None if use.sums is None else PartialSums(use.sums.again, lives=False)
+        return super().values(cut, sources, wants, use._replace(kept=False, instead=False, sums=sums, moved=False))
+
+    def _made(
+        self,
+        key: Any,
+        rows: Sequence[Any],
+        columns: Sequence[Wants],
+        made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
+    ) -> Parts:
+        kind, cut, use, *_ = key
+        shape = len(rows), len(columns)
+        parts = {part: np.zeros(shape) for part in Sum if part not in MEMORY}
+        if cut.roles:
+            parts[Sum.FORBIDDEN] += self._unreached(cut, rows, columns)
+        if not cut.by_share:
+            bound = self._value_bounds if kind == "values" else self._parameter_bounds
+            bound(parts, cut, rows, columns, use)
+        is_exact = np.zeros(shape, dtype=bool)
+        if kind == "values":  # a value that is taken as it is kept costs nothing
+            place = {row: i for i, row in enumerate(rows)}
+            for j, wants in enumerate(columns):
+                for i in (place[want] for want in wants if want in place):
+                    is_exact[i, j] = all(want in (rows[i], None) for want in wants)
+        self.relaxed[id(parts)] = RelaxedCosts(rows, columns, parts, is_exact, made)
+        return parts
+
+    def _unreached(self, cut: TensorCut, rows: Sequence[Any], columns: Sequence[Wants]) -> Floats:
+        """Return 1.0 for the pairs of routed rows that no steps join, whatever splits the other dims."""
+
+        def own(one: Any) -> Sharding:
+            layout = getattr(one, "layout", one)
+            pairs = zip(layout.splits, cut.roles, strict=True)
+            return Sharding(tuple(() if role == OTHER else axes for axes, role in pairs))
+
+        held = [own(one) for one in rows]
+        wanted = [tuple(own(want) for want in each if want is not None) for each in columns]
+        ends = set(held), {want for each in wanted for want in each}
+        missing = {pair for pair in product(*ends) if cut.steps(self.ways.routes, *pair) is None}
+        return np.array([[float(any((one, want) in missing for want in each)) for each in wanted] for one in held])
+
+    def _value_bounds(
+        self,
+        parts: dict[Sum, Floats],
+        cut: TensorCut,
+        rows: Sequence[Sharding],
+        columns: Sequence[Wants],
+        use: ValueUse,
+    ) -> None:
+        wants = _distinct(columns)
+        there = self.bounds.between(cut.sizes, cut.itemsize, [s.value for s in rows], [t.value for t in wants])
+        times = min(1.0, use.share) * (1.0 + (use.again and (use.sums is None or use.sums.again)))
+        seconds, host = times * (there.seconds + there.latency), times * there.host_seconds
+        if cut.trained:
+            back = self._back(cut, rows, wants, cut.itemsize)
+            seconds, host = seconds + back.seconds + back.latency, host + back.host_seconds
+        parts[Sum.DEVICE] += _added(seconds, wants, columns)
+        parts[Sum.HOST] += _added(host, wants, columns)
+
+    def _parameter_bounds(
+        self,
+        parts: dict[Sum, Floats],
+        cut: TensorCut,
+        rows: Sequence[StorageOption],
+        columns: Sequence[Wants],
+        use: ParameterUse,
+    ) -> None:
+        wants = _distinct(columns)
+        stored = list(dict.fromkeys(one.layout for one in rows))
+        place = np.array([stored.index(one.layout) for one in rows])
+        there = self.bounds.between(cut.sizes, cut.itemsize, [s.value for s in stored], [t.value for t in wants])
+        back = self._back(cut, stored, wants, cut.reduced) if cut.trained else None
+        share = self._bucket_share(cut, stored, wants, there, back, use.gathered)
+        number = {splits: i for i, splits in enumerate(dict.fromkeys(each.splits for each in (*stored, *wants)))}
+        own, taken = (np.array([number[each.splits] for each in shardings]) for shardings in (stored, wants))
+        lasting = np.array([one.lasting for one in rows])[:, None]
+        waits = (own[place][:, None] == taken[None, :]) | lasting | use.later
+
+        def add(each: Sum, once: Sum, least: LeastCosts, is_once: NDArray[np.bool_]) -> None:
+            seconds, host = (least.seconds + share * least.latency)[place], (share * least.host_seconds)[place]
+            parts[each] += _added(np.where(is_once, 0.0, seconds), wants, columns)
+            parts[once] += _added(np.where(is_once, seconds, 0.0), wants, columns)
+            parts[Sum.HOST] += _added(np.where(is_once, 0.0, host), wants, columns)
+
+        add(Sum.FORWARD_EACH, Sum.FORWARD_ONCE, there, np.broadcast_to(lasting, waits.shape))
+        if back is not None:
+            add(Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE, back, waits)
+
+    def _bucket_share(
+        self,
+        cut: TensorCut,
+        stored: Sequence[Sharding],
+        wants: Sequence[Sharding],
+        there: LeastCosts,
+        back: LeastCosts | None,
+        gathered_bytes: float,
+    ) -> Floats:
+        """Return the least share of a parameter in its bucket, for each pair of shardings; 1.0 where it is in none."""
+        # As in `ReshardSums`: with gathers and without.
+        sums = max(LEAST_BYTES, self.ways.total / BUCKETS)
+        gathers = there.seconds > 0.0
+        limits = np.where(gathers, max(sums, min(float(BUCKET_BYTES), gathered_bytes)), sums)
+        held, wanted = (
+            np.array([prod(cut.sizes) / self.bounds.ranks[self.bounds.mask(one.axes)] for one in each])
+            for each in (stored, wants)
+        )
+        size = np.where(gathers, (held * cut.itemsize)[:, None], 0.0)
+        if back is not None:
+            size = np.maximum(size, np.where(back.seconds > 0.0, (wanted * cut.reduced)[None, :], 0.0))
+        alone = self._alone(cut, stored, wants, there, back)
+        return np.where(alone, 1.0, np.minimum(1.0, size / limits))
+
+    def _alone(
+        self,
+        cut: TensorCut,
+        stored: Sequence[Sharding],
+        wants: Sequence[Sharding],
+        there: LeastCosts,
+        back: LeastCosts | None,
+    ) -> NDArray[np.bool_]:
+        """Return for which pairs a parameter is in no bucket: something is sent, and more than gathers and sums is due.
+
+        Only gradients are summed, so the forward splits nothing further; the backward does along axes of sums.
+        """
+        before, after = self.bounds.beyond(cut.sizes, stored, wants)
+        made = np.array([bool(want.partial) for want in wants], dtype=bool)[None, :]
+        alone = (there.seconds > 0.0) & ((after != 0) | made)
+        if back is None:
+            return np.asarray(alone)
+        summed = np.array([self.bounds.mask(want.broadcast) for want in wants], dtype=np.int64)[None, :]
+        return np.asarray(alone | ((back.seconds > 0.0) & ((before & ~summed) != 0)))
+
+    def _back(self, cut: TensorCut, rows: Sequence[Sharding], wants: Sequence[Sharding], itemsize: float) -> LeastCosts:
+        """Return the bounds of the reshards of gradients, a row for each source."""
+        gradients = [t.gradient.value for t in wants], [s.gradient.value for s in rows]
+        return LeastCosts(*(values.T for values in self.bounds.between(cut.sizes, itemsize, *gradients)))
+
+
+def _distinct(columns: Sequence[Wants]) -> list[Sharding]:
+    return list(dict.fromkeys(want for each in columns for want in each if want is not None))
+
+
+def _added(seconds: Floats, wants: Sequence[Sharding], columns: Sequence[Wants]) -> Floats:
+    """Return a column for each tuple of shardings: the sum over its members."""
+    place = {want: i for i, want in enumerate(wants)}
+    takes = np.zeros((len(wants), len(columns)))
+    for j, each in enumerate(columns):
+        for want in each:
+            if want is not None:
+                takes[place[want], j] += 1.0
+    return np.asarray(seconds @ takes)

@@ -1,0 +1,138 @@
+"""The bound over all choices of a mesh of three axes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import autopar
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.ir.graph import NamedGraph
+from autopar.mesh import Mesh
+from autopar.sharding.bound_layout import BoundLayout
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.options import TrainingOptions
+from autopar.solver.model.build import build
+from autopar.solver.model.objective import Hinges, Sum
+from autopar.solver.model.relaxed_tables import RelaxedTables
+from autopar.solver.search import phases, whole_mesh
+from autopar.solver.search.elimination import Elimination
+from autopar.solver.search.relaxed_model import RelaxedModel
+from autopar.solver.setting import PlanningProblem
+from autopar.solver.solve import SolvedPlan, solve_plan
+from examples.gpt import gpt
+from examples.mlp import mlp
+
+
+def mixtral() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.MixtralConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        ids = torch.zeros(16, 32, dtype=torch.long)
+        return transformers.MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+MODELS = {
+    "gpt": lambda: gpt(layers=2, d_model=96, heads=3, vocab=257, seq=64, batch=16),
+    "mixtral": mixtral,
+    "mlp": mlp,
+}
+
+
+def problem(graph: NamedGraph, mesh: str, micro_batches: int = 1) -> PlanningProblem:
+    made = Mesh(mesh)
+    options = TrainingOptions(links=made.links, micro_batches=micro_batches)
+    return PlanningProblem.of(graph, made.whole, load_cluster("h100"), options)
+
+
+def free(setting: PlanningProblem) -> BoundLayout:
+    return BoundLayout(setting.graph, Layout(()), setting.axes)
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_no_relaxed_cost_exceeds_the_exact_one(name: str, micro_batches: int) -> None:
+    """By every sum, of the forward and of the backward, of values and of parameters."""
+    graph = autopar.trace(*MODELS[name]())
+    setting = problem(graph, "dp=2,cp=2,tp=4", micro_batches)
+    tables = RelaxedTables(setting)
+    build(setting, free(setting), tables, has_shared_states=False)
+    rng, checked = random.Random(0), 0
+    for one in tables.relaxed.values():
+        if not one.is_exact.size:
+            continue
+        rows, columns = (np.array(sorted(rng.sample(range(count), min(count, 8)))) for count in one.is_exact.shape)
+        at = np.ix_(rows, columns)
+        before = {key: values[at] for key, values in one.parts.items()}
+        one.price(rows, columns)
+        reached = one.parts[Sum.FORBIDDEN][at] == 0.0
+        for key, values in before.items():
+            assert np.all((values <= one.parts[key][at] * (1 + 1e-9))[reached]), key
+        assert np.all(before[Sum.FORBIDDEN] <= one.parts[Sum.FORBIDDEN][at])
+        checked += int(sum((values > 0.0).sum() for values in before.values()))
+    assert checked > 1000
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=4", "dp=8"])
+def test_the_last_round_has_the_bound_of_the_exact_model(mesh: str) -> None:
+    """On two axes all reshards can be priced. Cut values and shares are those of the relaxed model."""
+    graph = autopar.trace(*MODELS["gpt"]())
+    setting = problem(graph, mesh)
+    found = solve_plan(graph, setting.axes, setting.cluster, options=setting.options, memory_bytes=1e15)
+    tables = RelaxedTables(setting)
+    relaxed = RelaxedModel(build(setting, free(setting), tables, has_shared_states=False), tables, found.plan)
+    hinges = Hinges.of(setting)
+    weights, constant = hinges.weights(np.full(len(hinges.offsets), 0.5))
+    bounds = []
+    for _ in range(100):
+        value, chosen = relaxed.least(weights)
+        bounds.append(value + constant)
+        if not relaxed.price(chosen):
+            break
+    else:
+        raise AssertionError("the rounds do not end")
+    assert len(bounds) > 1
+    assert bounds == sorted(bounds)
+    exact = build(setting, free(setting), has_shared_states=False)
+    least = Elimination.of(exact).least(weights).value + constant
+    assert bounds[-1] <= least
+    assert bounds[-1] == pytest.approx(least, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
+def test_a_mesh_of_three_axes_is_proved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is one of all choices, and of no part of them: the search of two axes as one finds nothing below."""
+    monkeypatch.setattr(phases, "SMALL", 0)  # no graph is searched whole
+    monkeypatch.setattr(whole_mesh, "PATIENCE", 100.0)
+    graph = autopar.trace(*MODELS[name]())
+    found = solved(graph, "pod=2,dp=2,tp=2")
+    assert found.bound_by == "search"
+    assert 0.0 < found.gap < 0.1
+    for mesh in ("dp=4,tp=2", "dp=2,tp=4", "dp=8"):
+        assert found.bound_seconds <= solved(graph, mesh).costs.step_seconds
+
+
+def test_no_bound_of_four_axes() -> None:
+    """Its tables would be too large; the bound is the time of the products."""
+    graph = autopar.trace(*gpt(layers=2, d_model=96, heads=4, vocab=256, seq=64, batch=16))
+    assert solved(graph, "pod=2,dp=2,cp=2,tp=2").bound_by == "peak rate of the devices"
+
+
+def solved(graph: NamedGraph, mesh: str) -> SolvedPlan:
+    made = Mesh(mesh)
+    options = TrainingOptions(links=made.links)
+    return solve_plan(graph, made.whole, load_cluster("h100"), options=options, memory_bytes=1e15, time_limit=60)
