@@ -84,11 +84,30 @@ def joined_meshes(setting: PlanningProblem) -> Iterator[tuple[JoinedAxes, Planni
         axes = {"*".join(group): group for group in groups}
         sizes = SubMesh({name: prod(setting.axes[axis] for axis in group) for name, group in axes.items()})
         put = {name: link for name, found in zip(axes, links, strict=True) for link in found if link is not None}
-        options = replace(setting.options, links=put)
+        options, call = replace(setting.options, links=put), setting.call
+        if call is not None and call.pipelining is not None:
+            whole = _joined(call.pipelining.mesh, axes)
+            if whole is None:
+                continue
+            call = replace(call, pipelining=replace(call.pipelining, mesh=whole))
         yield (
             JoinedAxes(setting, axes),
-            PlanningProblem.of(setting.graph, sizes, setting.whole_cluster or setting.cluster, options, setting.call),
+            PlanningProblem.of(setting.graph, sizes, setting.whole_cluster or setting.cluster, options, call),
         )
+
+
+def _joined(mesh: SubMesh, axes: Mapping[str, tuple[str, ...]]) -> SubMesh | None:
+    """Return a mesh with some axes joined; None if the axis of the stages lies between them."""
+    names, joined = list(mesh), {own[0]: name for name, own in axes.items()}
+    for own in axes.values():
+        if [names.index(axis) for axis in own] != list(range(names.index(own[0]), names.index(own[0]) + len(own))):
+            return None
+    inner = {axis for own in axes.values() for axis in own[1:]}
+    sizes = {}
+    for axis in (axis for axis in names if axis not in inner):
+        name = joined.get(axis, axis)
+        sizes[name] = prod(mesh[each] for each in axes.get(name, (axis,)))
+    return SubMesh(sizes)
 
 
 @dataclass(frozen=True)
