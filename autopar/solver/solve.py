@@ -294,19 +294,27 @@ def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
     """Search the mesh; of a mesh of many axes, search joined axes first, unless the graph has few choices.
 
     The second search covers part of the choices, so its bound does not hold for all plans. On three axes another bound
-    does.
+    does. A model that is too wide for elimination by options is searched by classes as well.
     """
     if is_searched_whole(work):
-        return settle(work, beat_seconds)
+        ended = settle(work, beat_seconds)
+        is_wide = ended.search is not None and ended.search.elimination.cuts_gradients
+        return replace(ended, bound=max(ended.bound, _whole_bound(work, ended, beat_seconds))) if is_wide else ended
     try:
         work = replace(work, ways=promising_choices(work))
     except OutOfTime:
         return SearchResult(None, 0.0, is_cut=True)
     ended = settle(work)
-    bound, search = 0.0, ended.search
-    if search is not None and work.incumbent.seconds < beat_seconds and len(work.setting.used) <= MOST_PROVED_AXES:
-        bound = prove_whole(work, search.hinge_multipliers())
+    bound = _whole_bound(work, ended, beat_seconds)
     return replace(ended, bound=bound, is_part=True)
+
+
+def _whole_bound(work: SearchPhases, ended: SearchResult, beat_seconds: float) -> float:
+    """Return a bound on all plans of a mesh that no search of one model proves; zero where it has too many axes."""
+    is_best = ended.search is not None and work.incumbent.seconds < beat_seconds
+    if ended.search is None or not is_best or len(work.setting.used) > MOST_PROVED_AXES:
+        return 0.0
+    return prove_whole(work, ended.search.hinge_multipliers())
 
 
 def _searched_on(work: SearchPhases, ended: SearchResult, beat_seconds: float) -> SearchResult:

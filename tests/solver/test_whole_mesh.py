@@ -18,10 +18,11 @@ from autopar.mesh import Mesh
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import TrainingOptions
+from autopar.solver import solve
 from autopar.solver.model.build import build
 from autopar.solver.model.objective import Hinges, Sum
 from autopar.solver.model.relaxed_tables import RelaxedTables
-from autopar.solver.search import phases, whole_mesh
+from autopar.solver.search import elimination, phases, whole_mesh
 from autopar.solver.search.elimination import Elimination
 from autopar.solver.search.relaxed_model import RelaxedModel
 from autopar.solver.setting import PlanningProblem
@@ -124,6 +125,31 @@ def test_a_mesh_of_three_axes_is_proved(name: str, monkeypatch: pytest.MonkeyPat
     assert 0.0 < found.gap < 0.1
     for mesh in ("dp=4,tp=2", "dp=2,tp=4", "dp=8"):
         assert found.bound_seconds <= solved(graph, mesh).costs.step_seconds
+
+
+def test_a_model_that_is_too_wide_by_options_is_searched_by_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With variables cut that have a gradient, the search alone finds slower plans and proves less."""
+    graph = autopar.trace(*gpt(layers=2, d_model=1024, heads=16, vocab=32000, seq=512, batch=64))
+    usual = solved(graph, "dp=2,tp=4")
+    monkeypatch.setattr(elimination, "LARGEST_TABLE", 2**8)
+    monkeypatch.setattr(elimination, "LARGEST_UNCUT", 2**8)
+    monkeypatch.setattr(whole_mesh, "PATIENCE", 100.0)
+    found = solved(graph, "dp=2,tp=4")
+    monkeypatch.setattr(solve, "prove_whole", lambda *_: 0.0)
+    alone = solved(graph, "dp=2,tp=4")
+    assert found.bound_seconds > alone.bound_seconds
+    assert found.bound_seconds <= usual.costs.step_seconds
+    assert found.costs.step_seconds <= 1.01 * usual.costs.step_seconds
+
+
+@pytest.mark.parametrize("mesh", ["pp=2,dp=2,cp=2,tp=2", "dp=2,pp=2,cp=2,tp=2"])
+def test_stages_beside_three_axes(mesh: str) -> None:
+    """Joined axes lie side by side on the mesh of the stages too."""
+    model, inputs = gpt(layers=2, d_model=32, heads=4, vocab=64, seq=16, batch=16)
+    layout = "micro 4; pipeline pp 1f1b; * -> ?"
+    plan = autopar.plan(model, mesh, inputs, layout=layout, cluster="h100", time_limit=4, cache=False)
+    assert plan.decided.assignment.pipelining is not None
+    assert plan.bound_seconds <= plan.step_seconds
 
 
 def test_no_bound_of_four_axes() -> None:

@@ -103,6 +103,11 @@ class Elimination:
         return chosen
 
     @cached_property
+    def cuts_gradients(self) -> bool:
+        """Return whether a variable with a gradient is cut, which costs much of the bound."""
+        return not set(self.cut).issubset(light_variables(self.model))
+
+    @cached_property
     def touched(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Factors with cut variables, and these variables."""
         cut = set(self.cut)

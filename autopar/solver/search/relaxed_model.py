@@ -148,8 +148,11 @@ class RelaxedModel:
 
     # -- exact prices
 
-    def price(self, chosen: Sequence[int]) -> int:
-        """Price the rows and columns of the reshards that an answer uses; return how many of these were not exact."""
+    def price(self, chosen: Sequence[int], around: bool = False) -> int:
+        """Price the rows and columns of the reshards that an answer uses; return how many of these were not exact.
+
+        With `around`, also the rows and columns of those that were.
+        """
         missing, seen = 0, set[tuple[int, ...]]()
         changed = set[int]()
         for factor in self.factors:
@@ -166,7 +169,7 @@ class RelaxedModel:
             rows, columns = (whole if one < 0 else np.array([one]) for whole, one in zip(every, at, strict=True))
             found = relaxed.price(rows, columns)
             missing += found
-            if found and min(at) >= 0:
+            if (found or around) and min(at) >= 0:
                 found += relaxed.price(rows, every[1]) + relaxed.price(every[0], columns)
             if found:
                 changed.add(id(table.parts))

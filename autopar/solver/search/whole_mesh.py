@@ -1,4 +1,4 @@
-"""A bound over all choices of a mesh of three axes, from reshards that are priced where the minimum uses them.
+"""A bound over all choices of a mesh of up to three axes, from reshards that are priced where the minimum uses them.
 
 Reshards begin with lower bounds (`relaxed_tables`), so the least sum is a bound at once. Each round then prices the
 rows and columns of the reshards that the minimum uses, and minimises again. A search of a part of the choices gives the
@@ -67,12 +67,25 @@ def prove_whole(work: SearchPhases, multipliers: Floats) -> float:
         is_close = relative_gap(incumbent.seconds, bounds[-1]) <= CLOSE
         if is_exact or stalls or is_close or time.monotonic() > ends:
             break
-    value, chosen = relaxed.least(weights, exact_only=True)
-    if np.isfinite(value):
-        plan = plan_of(model, relaxed.settled(chosen, weights))
-        if incumbent.may_improve(plan):
-            work.offer(plan)
+    _offer_exact(work, relaxed, weights, ends)
     return bounds[-1]
+
+
+def _offer_exact(work: SearchPhases, relaxed: RelaxedModel, weights: Floats, ends: float) -> None:
+    """Offer plans of reshards with exact prices: the best one, and better ones while those around it are priced."""
+    last = np.inf
+    while True:
+        value, chosen = relaxed.least(weights, exact_only=True)
+        if not value < last:
+            return
+        plan = plan_of(relaxed.model, relaxed.settled(chosen, weights))
+        if work.incumbent.may_improve(plan):
+            work.offer(plan)
+        is_better = last - value > LEAST_RISE * abs(value)
+        if not is_better or time.monotonic() > ends:
+            return
+        last = value
+        relaxed.price(chosen, around=True)
 
 
 def _with_room(hinges: Hinges, multipliers: Floats) -> Floats:
