@@ -116,7 +116,7 @@ class CostTables:
         """Return the table of a value: shardings that it has, shardings that are needed."""
 
         def made(rows: Sequence[Sharding], columns: Sequence[Wants]) -> Parts:
-            distinct = list(dict.fromkeys(want for each in columns for want in each if want is not None))
+            distinct = distinct_wants(columns)
             there, back = self._both_ways(cut, rows, distinct, use.share)
             place = {layout: i for i, layout in enumerate(distinct)}
             unreached = np.isinf(there[0]) | np.isinf(back[0])
@@ -124,11 +124,12 @@ class CostTables:
             summed = self._summed_early(cut, rows, columns, use)
             times = 1.0 + (use.again if use.sums is None else np.where(summed, use.sums.again, use.again))
             parts = {
-                key: times * _summed(there[i], columns, place, len(rows)) + _summed(back[i], columns, place, len(rows))
+                key: times * summed_over_wants(there[i], columns, place, len(rows))
+                + summed_over_wants(back[i], columns, place, len(rows))
                 for i, key in enumerate((Sum.DEVICE, Sum.HOST))
             }
             if unreached.any():
-                parts[Sum.FORBIDDEN] = _summed(unreached.astype(np.float64), columns, place, len(rows))
+                parts[Sum.FORBIDDEN] = summed_over_wants(unreached.astype(np.float64), columns, place, len(rows))
             if use.kept or (use.sums is not None and use.sums.lives):
                 kept, moved = self._kept(cut, rows, columns, use, summed)
                 parts[Sum.KEPT_GIB] = self.setting.saved_share * kept
@@ -213,8 +214,8 @@ class CostTables:
 
     def _each(self, cut: TensorCut, sources: Sequence[Sharding], targets: Sequence[Sharding], share: float) -> Floats:
         """Return device and host seconds of one direction; each pair of shardings is priced once."""
-        rows, row_of = _numbered(sources)
-        columns, column_of = _numbered(targets)
+        rows, row_of = numbered(sources)
+        columns, column_of = numbered(targets)
         key = "each", cut.sizes, cut.by_share, cut.roles, cut.itemsize, share, tuple(rows), tuple(columns)
         if key not in self.known:
             found = np.zeros((2, len(rows), len(columns)))
@@ -287,8 +288,8 @@ class CostTables:
         columns: Sequence[Wants],
         made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
     ) -> CostTable:
-        distinct, row_of = _numbered(rows)
-        wanted, column_of = _numbered([tuple(dict.fromkeys(each)) for each in columns])
+        distinct, row_of = numbered(rows)
+        wanted, column_of = numbered([tuple(dict.fromkeys(each)) for each in columns])
         named = key, tuple(distinct), tuple(wanted)
         if named not in self.known:
             self.known[named] = self._made(key, distinct, wanted, made)
@@ -300,14 +301,18 @@ class CostTables:
         return table
 
 
-def _numbered(items: Sequence[Any]) -> tuple[list[Any], Ints]:
+def numbered(items: Sequence[Any]) -> tuple[list[Any], Ints]:
     """Return the distinct items, and for each item the index of its equal."""
     distinct: dict[Any, int] = {}
     places = [distinct.setdefault(item, len(distinct)) for item in items]
     return list(distinct), np.array(places, dtype=np.int64)
 
 
-def _summed(pairs: Floats, columns: Sequence[Wants], place: Mapping[Sharding, int], rows: int) -> Floats:
+def distinct_wants(columns: Sequence[Wants]) -> list[Sharding]:
+    return list(dict.fromkeys(want for each in columns for want in each if want is not None))
+
+
+def summed_over_wants(pairs: Floats, columns: Sequence[Wants], place: Mapping[Sharding, int], rows: int) -> Floats:
     """Return a column for each tuple of shardings: the sum over its members."""
     found = np.zeros((rows, len(columns)))
     for j, each in enumerate(columns):

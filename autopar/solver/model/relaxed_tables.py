@@ -18,7 +18,18 @@ from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES
 from autopar.sharding.sharding import OTHER, Sharding
 from autopar.solver import Floats, Ints
 from autopar.solver.candidates import StorageOption
-from autopar.solver.model.cost_tables import CostTable, CostTables, ParameterUse, PartialSums, Parts, ValueUse, Wants
+from autopar.solver.model.cost_tables import (
+    CostTable,
+    CostTables,
+    ParameterUse,
+    PartialSums,
+    Parts,
+    ValueUse,
+    Wants,
+    distinct_wants,
+    numbered,
+    summed_over_wants,
+)
 from autopar.solver.model.objective import MEMORY, Sum
 from autopar.solver.model.reshard_bounds import LeastCosts, ReshardBounds
 from autopar.solver.model.reshard_sums import TensorCut
@@ -110,15 +121,16 @@ class RelaxedTables(CostTables):
         columns: Sequence[Wants],
         use: ValueUse,
     ) -> None:
-        wants = _distinct(columns)
+        wants = distinct_wants(columns)
         there = self.bounds.between(cut.sizes, cut.itemsize, [s.value for s in rows], [t.value for t in wants])
         times = min(1.0, use.share) * (1.0 + (use.again and (use.sums is None or use.sums.again)))
         seconds, host = times * (there.seconds + there.latency), times * there.host_seconds
         if cut.trained:
             back = self._back(cut, rows, wants, cut.itemsize)
             seconds, host = seconds + back.seconds + back.latency, host + back.host_seconds
-        parts[Sum.DEVICE] += _added(seconds, wants, columns)
-        parts[Sum.HOST] += _added(host, wants, columns)
+        at = {want: i for i, want in enumerate(wants)}
+        parts[Sum.DEVICE] += summed_over_wants(seconds, columns, at, len(rows))
+        parts[Sum.HOST] += summed_over_wants(host, columns, at, len(rows))
 
     def _parameter_bounds(
         self,
@@ -128,22 +140,23 @@ class RelaxedTables(CostTables):
         columns: Sequence[Wants],
         use: ParameterUse,
     ) -> None:
-        wants = _distinct(columns)
-        stored = list(dict.fromkeys(one.layout for one in rows))
-        place = np.array([stored.index(one.layout) for one in rows])
+        wants = distinct_wants(columns)
+        stored, place = numbered([one.layout for one in rows])
         there = self.bounds.between(cut.sizes, cut.itemsize, [s.value for s in stored], [t.value for t in wants])
         back = self._back(cut, stored, wants, cut.reduced) if cut.trained else None
         share = self._bucket_share(cut, stored, wants, there, back, use.gathered)
-        number = {splits: i for i, splits in enumerate(dict.fromkeys(each.splits for each in (*stored, *wants)))}
-        own, taken = (np.array([number[each.splits] for each in shardings]) for shardings in (stored, wants))
+        _, splits = numbered([one.splits for one in (*stored, *wants)])
+        own, taken = splits[: len(stored)], splits[len(stored) :]
         lasting = np.array([one.lasting for one in rows])[:, None]
         waits = (own[place][:, None] == taken[None, :]) | lasting | use.later
 
+        at = {want: i for i, want in enumerate(wants)}
+
         def add(each: Sum, once: Sum, least: LeastCosts, is_once: NDArray[np.bool_]) -> None:
             seconds, host = (least.seconds + share * least.latency)[place], (share * least.host_seconds)[place]
-            parts[each] += _added(np.where(is_once, 0.0, seconds), wants, columns)
-            parts[once] += _added(np.where(is_once, seconds, 0.0), wants, columns)
-            parts[Sum.HOST] += _added(np.where(is_once, 0.0, host), wants, columns)
+            parts[each] += summed_over_wants(np.where(is_once, 0.0, seconds), columns, at, len(rows))
+            parts[once] += summed_over_wants(np.where(is_once, seconds, 0.0), columns, at, len(rows))
+            parts[Sum.HOST] += summed_over_wants(np.where(is_once, 0.0, host), columns, at, len(rows))
 
         add(Sum.FORWARD_EACH, Sum.FORWARD_ONCE, there, np.broadcast_to(lasting, waits.shape))
         if back is not None:
@@ -197,18 +210,3 @@ class RelaxedTables(CostTables):
         """Return the bounds of the reshards of gradients, a row for each source."""
         gradients = [t.gradient.value for t in wants], [s.gradient.value for s in rows]
         return LeastCosts(*(values.T for values in self.bounds.between(cut.sizes, itemsize, *gradients)))
-
-
-def _distinct(columns: Sequence[Wants]) -> list[Sharding]:
-    return list(dict.fromkeys(want for each in columns for want in each if want is not None))
-
-
-def _added(seconds: Floats, wants: Sequence[Sharding], columns: Sequence[Wants]) -> Floats:
-    """Return a column for each tuple of shardings: the sum over its members."""
-    place = {want: i for i, want in enumerate(wants)}
-    takes = np.zeros((len(wants), len(columns)))
-    for j, each in enumerate(columns):
-        for want in each:
-            if want is not None:
-                takes[place[want], j] += 1.0
-    return np.asarray(seconds @ takes)
