@@ -101,13 +101,12 @@ def test_no_activation_crosses_the_slow_link() -> None:
 
 @pytest.mark.slow
 def test_a_searched_mesh_keeps_activations_within_a_site() -> None:
-    """Stages on both sides of the slow link would wait for their messages: the batch is split over it instead."""
+    """Stages on both sides of the slow link would wait for their messages: at most gradients cross it instead."""
     model, inputs = words(1024, layers=8, d_model=2048, vocab=32000, seq=2048)
     plan = autopar.plan(model, "?", inputs, cluster="h100-two-sites", devices=32, time_limit=120, cache=False)
     assert plan.decided.assignment.pipelining is None
     tensors, levels = plan.graph.tensors, plan.network.group
     crossing = [one for one in plan.collectives if any(span.level.name == "wan" for span in levels(one.axes))]
-    assert any(tensors[one.tensor].kind == "param" for one in crossing)
     assert all(one.bytes <= 16 for one in crossing if tensors[one.tensor].kind != "param")
     over = autopar.plan(
         model,
