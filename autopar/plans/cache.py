@@ -18,7 +18,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
-from autopar.plans.to_layout import retarget
+from autopar.plans.retarget import retarget
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.source import read_text

@@ -16,7 +16,7 @@ from autopar.names import did_you_mean
 from autopar.plans.header import Header, check_model, check_precision, check_whole, read_header
 from autopar.plans.loss_pieces import stated_graph
 from autopar.plans.record import PlanRecord
-from autopar.plans.to_layout import retarget
+from autopar.plans.retarget import Retargeted, retargeted
 from autopar.plans.views.alternatives import Alternative, alternatives
 from autopar.plans.views.explain import explain_name
 from autopar.plans.views.page import Page, report
@@ -125,13 +125,14 @@ class Plan(PlanRecord):
         same = header.graph == graph.fingerprint
         # The mesh statement of the file names the links: its head leaves them out.
         options = replace(header.options, links=mesh.links)
-        assignment = propagate(graph, layout, axes) if same else retarget(graph, layout, axes)
-        made = replace(step_plan(graph, layout, assignment), drift=drift)
+        found = Retargeted(propagate(graph, layout, axes), ()) if same else retargeted(graph, layout, axes)
+        made = replace(step_plan(graph, layout, found.assignment), drift=drift)
         # Costs are never read from the file: a cluster file may have changed since.
         place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or _shipped(header.cluster, name))
         limit = header.limit_bytes or int(place.device.memory_bytes)
         asked = limit, None, header.origin, header.target, header.within_layout
-        return Plan(graph, made.with_options(options), mesh, place, *asked)._with_claim(header if same else None)
+        plan = Plan(graph, made.with_options(options), mesh, place, *asked, left_whole=found.lost)
+        return plan._with_claim(header if same else None)
 
     def _with_claim(self, header: Header | None) -> Plan:
         """Add the bound of its file, if the file predicts the same step time."""

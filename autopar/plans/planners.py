@@ -24,7 +24,7 @@ from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.header import check_model, check_whole, read_header
 from autopar.plans.loss_pieces import stated_graph
-from autopar.plans.to_layout import retarget
+from autopar.plans.retarget import retarget, retargeted
 from autopar.plans.unequal import with_speeds
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.contracts import check_contracts
@@ -223,6 +223,8 @@ class PlanFilePlanner:
     dims: Mapping[str, str] | None
     outputs: Outputs = "sharded"
     by_level: LevelSums = field(default_factory=LevelSums, init=False)
+    # Set on the rank that decides, until its first call is read: later ones, of other sizes, do not warn.
+    warns: bool | None = field(default=None, init=False)
 
     @property
     def precision(self) -> Precision:
@@ -252,6 +254,7 @@ class PlanFilePlanner:
         return self.by_level.over(axes)
 
     def decide(self, graph: NamedGraph) -> Assignment | str:
+        self.warns = self.warns is None
         return self.text
 
     def read(self, graph: NamedGraph, text: str) -> tuple[NamedGraph, Assignment]:
@@ -266,7 +269,10 @@ class PlanFilePlanner:
         graph = stated_graph(graph, layout, self.outputs)
         if header.graph == graph.fingerprint:
             return graph, propagate(graph, layout, axes)
-        return graph, retarget(graph, layout, axes)
+        found = retargeted(graph, layout, axes)
+        for sentence in found.lost if self.warns else ():
+            warnings.warn(sentence, AutoparWarning, stacklevel=2)
+        return graph, found.assignment
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """Check the guards of the plan itself."""
@@ -313,7 +319,9 @@ class SearchPlanner:
             self.found = self._reading(self.searched)
 
     def _reading(self, text: str) -> PlanFilePlanner:
-        return PlanFilePlanner(text, "<plan>", self.mesh, self.dims, self.request.options.outputs)
+        found = PlanFilePlanner(text, "<plan>", self.mesh, self.dims, self.request.options.outputs)
+        found.warns = False  # the plan was made for the first call
+        return found
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], export: Exporter) -> NamedGraph:
         return named_graph(model, inputs, self.dims, export)

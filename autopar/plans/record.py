@@ -71,7 +71,7 @@ class PlanRecord:
     claimed: bool = False
     # `search`, or the program that proved the bound.
     bound_by: str = ""
-    # Sentences about dims that the layout leaves whole, as its axes do not divide them.
+    # Sentences about dims that the layout leaves whole, and about statements of a file that do not hold at these sizes.
     left_whole: tuple[str, ...] = field(default=(), repr=False)
 
     @cached_property

@@ -14,10 +14,10 @@ from autopar.submesh import SubMesh
 __all__ = ["left_whole"]
 
 
-def left_whole(graph: NamedGraph, layout: Layout, axes: SubMesh) -> Iterator[str]:
+def left_whole(graph: NamedGraph, layout: Layout, axes: SubMesh, owner: str = "the layout") -> Iterator[str]:
     """Yield a sentence for each dim of the model that no split of its rule divides, with the fix."""
     strategy = layout.strategy
-    owner = "the layout" if strategy is None else f"strategy {strategy.name}"
+    owner = owner if strategy is None else f"strategy {strategy.name}"
     seen: set[str] = set()
     for rule in (one for one in layout.statements if isinstance(one, DimRule)):
         found = [name for pattern in rule.dims for name in graph.dims if matches(pattern, name) and name not in seen]
