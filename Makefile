@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format docs matrix matrix-oldest matrix-newest release-check
+.PHONY: help demo test test-all check format docs hosts matrix matrix-oldest matrix-newest release-check
 
 help:
 	@echo "make demo      create .venv, install, plan Llama-3-8B for 64 GPUs, run a plan on 4 processes and compare with one"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-all  run the tests that 'make test' leaves out: the long matrices of cases"
 	@echo "make check     lint, format and types only"
 	@echo "make matrix    install the oldest and the newest torch into .venv-matrix, and run some tests on each"
+	@echo "make hosts     install Accelerate, PEFT, TRL and Lightning into .venv-hosts, and train in each of them"
 	@echo "make docs      create .venv, install, build the site of the documentation into site/VERSION"
 	@echo "make release-check  build wheel and sdist, install them into bare environments, plan and verify; build the site"
 	@echo "make format    mend what lint and format can mend"
@@ -63,15 +64,25 @@ matrix-oldest matrix-newest: matrix-%:
 	$(MATRIX)/$*/bin/python -m pip install --quiet --disable-pip-version-check "$(REQUIREMENT)" --editable ".[test]"
 	OMP_NUM_THREADS=1 $(MATRIX)/$*/bin/python -m pytest -n $(WORKERS) --dist worksteal $(MATRIX_TESTS)
 
+# A test of a host that is not installed skips, so all of them are imported first. HOSTED="-k trl" runs some of the tests.
+HOSTS := .venv-hosts
+HOSTED ?=
+
+hosts:
+	test -x $(HOSTS)/bin/python || $(PYTHON) -m venv $(HOSTS)
+	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[hosts]"
+	$(HOSTS)/bin/python -W ignore -c "import accelerate, lightning, peft, transformers, trl"
+	OMP_NUM_THREADS=1 $(HOSTS)/bin/python -m pytest -n $(WORKERS) --dist worksteal -rs tests/runtime/test_hosts.py $(HOSTED)
+
 # Each version has a folder of its own, and site/index.html leads to the one that was built last.
 docs: $(INSTALLED)
 	version=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' autopar/__init__.py) && \
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site/$$version && \
 	echo "<meta http-equiv=refresh content='0; url=$$version/index.html'>" > site/index.html
 
-# Pythons of the classifiers that are on the path are tried too, without torch.
+# Other Pythons of the classifiers, on the path or of pyenv, are tried too: they get TORCH.
 release-check: $(INSTALLED) docs
-	$(BIN)/python -m pytest tests/test_packaging.py tests/test_release.py
+	RELEASE_TORCH="$(TORCH)" $(BIN)/python -m pytest -rs tests/test_packaging.py tests/test_release.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix
