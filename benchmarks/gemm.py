@@ -4,6 +4,7 @@
     python -m benchmarks.gemm a100 micro_gemm_sweeps.csv --fit
 
 The file has the columns gpu, sweep, batch, m, n_reduction, k_out, tflops: products of [m, n] by [n, k] in two bytes.
+Each rate is that of the slowest of 200 runs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import csv
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
@@ -21,6 +22,7 @@ from types import MappingProxyType
 
 from autopar.cost.compute.matmul_time import MatmulShape, MatmulUnit, Tile, product_seconds
 from autopar.cost.hardware.cluster import Device, load_device
+from benchmarks.published.products import slowest_seconds
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))
 LARGE_FLOPS = 1e9
@@ -45,10 +47,11 @@ def read(path: Path, gpu: str) -> list[Row]:
     return found
 
 
-def errors(rows: Iterable[Row], matrix: MatmulUnit | None, device: Device) -> list[float]:
+def errors(rows: Sequence[Row], matrix: MatmulUnit | None, device: Device) -> list[float]:
     """Predicted over measured, less one."""
     peak, stream = device.peak_flops["float16"], device.stream
-    return [product_seconds(row.product, 2, matrix, peak, stream) / row.seconds - 1 for row in rows]
+    alone = (product_seconds(row.product, 2, matrix, peak, stream) for row in rows)
+    return [slowest_seconds(device, seconds) / row.seconds - 1 for seconds, row in zip(alone, rows, strict=True)]
 
 
 def report(rows: list[Row], matrix: MatmulUnit | None, device: Device) -> None:

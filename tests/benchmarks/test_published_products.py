@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from autopar.cost.compute.matmul_time import MatmulShape
-from benchmarks.published.products import predicted_seconds, tables
+from autopar.cost.hardware.cluster import load_device
+from benchmarks.published.products import predicted_seconds, slowest_seconds, tables
 from benchmarks.published.readers.rows import TableError
 
 SWEEP = (
@@ -21,7 +22,7 @@ SWEEP = (
 
 def test_the_reduction_is_the_second_size(tmp_path: Path) -> None:
     product = MatmulShape(1, 4096, 4096, 512)
-    seconds = predicted_seconds("a100-40", "float16", product)
+    seconds = slowest_seconds(load_device("a100-40"), predicted_seconds("a100-40", "float16", product))
     path = tmp_path / "micro_gemm_sweeps_x.csv"
     path.write_text(SWEEP.format(tflops=product.flops / seconds / 1e12))
     (judged,) = tables([path])
@@ -31,7 +32,7 @@ def test_the_reduction_is_the_second_size(tmp_path: Path) -> None:
 
 def test_twice_the_measured_time_is_an_error_of_one(tmp_path: Path) -> None:
     product = MatmulShape(1, 4096, 4096, 512)
-    seconds = predicted_seconds("a100-40", "float16", product)
+    seconds = slowest_seconds(load_device("a100-40"), predicted_seconds("a100-40", "float16", product))
     path = tmp_path / "micro_gemm_sweeps_x.csv"
     path.write_text(SWEEP.format(tflops=2 * product.flops / seconds / 1e12))
     assert tables([path])[0].large_error == pytest.approx(1.0)
@@ -42,3 +43,19 @@ def test_a_shape_that_is_none(tmp_path: Path) -> None:
     path.write_text("accelerator,dtype,max_achieved_tflops,best_shape_MxNxK\nNVIDIA H100 SXM,bf16,794.5,4096 by 4096\n")
     with pytest.raises(TableError, match="expected a shape as in 4096x4096x4096"):
         tables([path])
+
+
+def test_each_half_of_a_software_is_judged_apart(tmp_path: Path) -> None:
+    product = MatmulShape(1, 8192, 8192, 8192)
+    micro = predicted_seconds("h100", "bfloat16", product) * 1e6
+    path = tmp_path / "micro_products_x.csv"
+    path.write_text(
+        "gpu,software,dtype,m,n,k,microseconds,half\n"
+        f"H100,trtllm 1,bfloat16,8192,8192,8192,{micro},held\n"
+        f"H100,vllm 1,bfloat16,8192,8192,8192,{micro / 2},held\n"
+        f"H100,vllm 1,bfloat16,64,64,64,{micro},fit\n"
+    )
+    errors = {one.name: one.large_error for one in tables([path])}
+    assert errors["micro_products_x, h100, trtllm 1, held"] == pytest.approx(0.0, abs=1e-9)
+    assert errors["micro_products_x, h100, vllm 1, held, above 1 TFLOP"] == pytest.approx(1.0)
+    assert "micro_products_x, h100, vllm 1, fit, above 1 TFLOP" not in errors

@@ -139,7 +139,7 @@ def test_recomputation_trades_time_for_memory(graph: NamedGraph) -> None:
     assert none.step_seconds < selective.step_seconds < full.step_seconds
     assert none.memory.saved_bytes > selective.memory.saved_bytes > full.memory.saved_bytes
     # One of the two all-reduces of a layer runs again.
-    assert full.compute.recompute_seconds > 0.7 * (full.step_seconds - none.step_seconds)
+    assert full.compute.recompute_seconds > 0.6 * (full.step_seconds - none.step_seconds)
 
 
 def test_micro_batches_send_once_what_waits(graph: NamedGraph) -> None:

@@ -13,7 +13,7 @@ import pytest
 from autopar.cost.compute.matmul_time import MatmulShape, MatmulUnit, Tile, product_seconds
 from autopar.cost.hardware.cluster import load_device
 from benchmarks.gemm import LARGE_FLOPS, errors, read
-from benchmarks.published.products import by_software, predicted_seconds
+from benchmarks.published.products import by_software, predicted_seconds, slowest_seconds
 from benchmarks.published.readers.rows import read_rows
 
 PEAK, STREAM = 1e12, 1e12
@@ -61,7 +61,7 @@ def test_rows_off_the_grid_are_slower(columns: int, share: float) -> None:
 @pytest.mark.parametrize(
     ("device", "rows", "columns", "reduction", "teraflops"),
     [
-        # EleutherAI/cookbook@27dff48, sizing/results: columns off the grid, a wave too many, a small product
+        # EleutherAI/cookbook@27dff48, sizing/results, the slowest of 200: columns off the grid, a wave too many, small
         ("a100-40", 27648, 256, 4096, 227),
         ("a100-40", 27648, 258, 4096, 117),
         ("a100-40", 8192, 51200, 14273, 72),
@@ -79,6 +79,8 @@ def test_measured(device: str, rows: int, columns: int, reduction: int, teraflop
     found = load_device(device)
     product = MatmulShape(1, rows, columns, reduction)
     predicted = product_seconds(product, 2, found.matrix, found.peak_flops["float16"], found.stream)
+    if device != "h100":
+        predicted = slowest_seconds(found, predicted)
     assert product.flops / predicted / 1e12 == pytest.approx(teraflops, rel=0.15)
 
 
@@ -95,7 +97,7 @@ def test_published_sweeps(device: str, most: float) -> None:
 
 
 def test_long_products_meet_the_limit_of_power() -> None:
-    """The rate falls from 0.1 to 1 TFLOP by the logarithm, and no further."""
+    """The rate falls from 0.1 to 30 TFLOP by the logarithm, and no further."""
     cold = replace(PLAIN, start_seconds=0.0, fill=0)
     hot = replace(cold, throttled_fraction=0.8)
 
@@ -105,25 +107,40 @@ def test_long_products_meet_the_limit_of_power() -> None:
 
     per_step = 2 * 8192 * 8192
     assert slower(int(0.9e11 / per_step)) == 1.0
-    assert slower(int(10**11.5 / per_step)) == pytest.approx(1 / 0.9, rel=1e-3)
-    assert [slower(int(flops / per_step)) for flops in (1.1e12, 1e13)] == pytest.approx([1 / 0.8] * 2, rel=1e-4)
+    assert slower(int((1e11 * 3e13) ** 0.5 / per_step)) == pytest.approx(1 / 0.9, rel=1e-3)
+    assert [slower(int(flops / per_step)) for flops in (3.1e13, 1e14)] == pytest.approx([1 / 0.8] * 2, rel=1e-4)
 
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "published" / "measured"
 
 
-@pytest.mark.parametrize(("device", "all_sizes", "long"), [("h100", 0.08, 0.05), ("b200", 0.09, 0.09)])
-def test_the_half_of_products_that_was_not_fitted(device: str, all_sizes: float, long: float) -> None:
+@pytest.mark.parametrize(("device", "software"), [("h100", "trtllm"), ("b200", "trtllm"), ("a100-80", "vllm")])
+def test_the_half_of_products_that_was_not_fitted(device: str, software: str) -> None:
+    """Products of random numbers; those of an A100 have weights that nobody wrote, and its constants allow for it."""
     rows = [by_software(row) for row in read_rows(MEASURED / "micro_products_aiconfigurator.csv")]
-    held = [one for one in rows if one.device == device and one.half == "held"]
-    assert len(held) > 100
+    held = [one for one in rows if one.device == device and one.half == "held" and one.software.startswith(software)]
+    assert len(held) > 70
 
     def error(least: float) -> float:
         own = (one for one in held if one.product.flops > least)
         return median(abs(predicted_seconds(device, one.dtype, one.product) / one.seconds - 1) for one in own)
 
-    assert error(1e9) < all_sizes
-    assert error(1e12) < long
+    assert error(1e9) < 0.08
+    assert error(1e12) < 0.05
+
+
+def test_products_of_random_numbers_meet_the_limit_of_power() -> None:
+    """Without the limit, long products of random numbers would be more than 10 % too fast."""
+    rows = [by_software(row) for row in read_rows(MEASURED / "micro_products_aiconfigurator.csv")]
+    for name in ("h100", "b200"):
+        device = load_device(name)
+        assert device.matrix is not None
+        cold = replace(device.matrix, throttled_fraction=1.0)
+        long = [one for one in rows if one.device == name and one.product.flops > 1e12 and "trtllm" in one.software]
+        predicted = (
+            product_seconds(one.product, 2, cold, device.peak_flops["bfloat16"], device.stream) for one in long
+        )
+        assert median(seconds / one.seconds for seconds, one in zip(predicted, long, strict=True)) < 0.9
 
 
 def test_rows_of_experts_need_no_alignment() -> None:

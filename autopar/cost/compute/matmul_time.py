@@ -3,8 +3,8 @@
 A library cuts the result into tiles and gives each processor one at a time. The last wave is often not full, and tiles
 overlap the edges of the result. With too few tiles the library also splits the reduction and adds up the parts. The
 fastest kernel is taken. Rows that are not aligned to 16 bytes are read in smaller pieces, at a lower rate. A product
-that lasts for a millisecond or more meets the limit of power of some devices, and has a lower rate. The
-constants belong to a device (`[matrix]` in its file) and are fitted to measured products by `benchmarks.gemm`.
+that lasts for a millisecond or more meets the limit of power of some devices: the longer it is, the lower is its rate.
+The constants belong to a device (`[matrix]` in its file) and are fitted to measured products by `benchmarks.gemm`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from math import ceil, log
 REDUCTION_PARTS = (1, 2, 4, 8, 16)
 SHORTEST_PART = 256
 # Products of up to so many FLOPs end before the limit of power is met, and from so many on they run at it. Between the
-# two the rate falls by the logarithm (public products on H100 and B200, in docs/costs.md).
+# two the rate falls by the logarithm (public products of random numbers on H100 and B200, in docs/costs.md).
 UNTHROTTLED_FLOPS = 1e11
-THROTTLED_FLOPS = 1e12
+THROTTLED_FLOPS = 3e13
 
 
 @dataclass(frozen=True)
