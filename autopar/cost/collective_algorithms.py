@@ -15,7 +15,8 @@ files (`TopologyLevel`, `Library`). `algorithm_registry.py` lists all algorithms
 
 A pipelined phase cuts its data into pieces, and a unit sends a piece on while the next one comes. In a phase of rounds
 nobody sends before the messages of the last round have arrived. Direct messages are one hop, but a rank starts them one
-after another: those to ranks of its unit beside those to other units.
+after another: those to ranks of its unit beside those to other units. In a ring each rank copies the piece that comes
+last, in an exchange its own part: 1/p of the buffer, for which a library may have a rate.
 
 Sources: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009); Jia et
 al., "Highly scalable deep learning training system with mixed-precision" (2018); Mikami et al., "Massively distributed
@@ -95,6 +96,8 @@ class Algorithm:
     bandwidth_fraction: Mapping[str, float] = field(default_factory=dict)
     # Most bytes per second in one direction, however wide the links are.
     limit_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    # Rate at which a rank copies its part of the buffer while it sends nothing; None: at no time.
+    copy_bytes_per_second: float | None = None
     # Most bytes in flight, which bounds the time to fill a pipeline; no bound by default.
     fill_bytes: Mapping[str, float] = field(default_factory=dict)
     # Whether the library sends pieces on before a round is over; None: as the algorithm does by its nature.
@@ -178,6 +181,8 @@ class Phase:
     messages: tuple[float, ...] = ()
     # Bytes of one message.
     message: float = 1.0
+    # Bytes that a rank copies in its own memory while it sends nothing.
+    copied: float = 0.0
 
 
 # Phases in order.
@@ -218,9 +223,10 @@ def ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
     }.get(kind, (0.0, 0.0))
     if not laps:
         return None
-    # A chain: whoever receives a piece sends it on.
+    # A chain: whoever receives a piece sends it on. Else each rank copies the last piece that it receives.
     pipelined = kind in ("broadcast", "reduce")
-    return (Phase(tuple(laps * count for count in edges), tuple(share for _ in group), pipelined=pipelined),)
+    hops, copied = tuple(laps * count for count in edges), 0.0 if pipelined else 1 / p
+    return (Phase(hops, tuple(share for _ in group), pipelined=pipelined, copied=copied),)
 
 
 def _tree_traffic(units: int) -> float:
@@ -341,4 +347,5 @@ def direct(kind: str, group: Group) -> CollectiveAlgorithm | None:
     if kind in ("send", "halo_exchange"):
         return (Phase(hops, traffic, lone=True),)
     messages = tuple(float(span.members * (span.units - 1)) for span in group)
-    return (Phase(hops, traffic, lone=kind != "all_to_all", messages=messages, message=1 / p),)
+    copied = 1 / p if kind == "all_to_all" else 0.0
+    return (Phase(hops, traffic, lone=kind != "all_to_all", messages=messages, message=1 / p, copied=copied),)

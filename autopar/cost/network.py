@@ -418,9 +418,13 @@ def _curve(kind: str, algorithm: Algorithm, group: tuple[LevelSpan, ...]) -> Cur
         if times[slowest] and (phase.pipelined if algorithm.pipelined is None else algorithm.pipelined):
             # The start of the algorithm counts with its first pipeline.
             root += sqrt((waits + (0.0 if root else algorithm.base_seconds)) * times[slowest])
-            in_flight = by_link(algorithm.fill_bytes, group[slowest].level.link, inf)
-            fill += in_flight * times[slowest] / phase.traffic[slowest]
+            fill += max(
+                by_link(algorithm.fill_bytes, span.level.link, inf) * seconds / share
+                for span, seconds, share in zip(group, times, phase.traffic, strict=True)
+                if share
+            )
         latency, per_byte = latency + waits + _start_seconds(algorithm, group, phase), per_byte + times[slowest]
+        per_byte += phase.copied / (algorithm.copy_bytes_per_second or inf)
     smallest, largest = algorithm.smallest_bytes or 0.0, algorithm.largest_bytes or inf
     if algorithm.largest_message_bytes is not None:
         largest = min(largest, *(algorithm.largest_message_bytes / phase.message for phase in phases))

@@ -75,6 +75,32 @@ def test_without_latency_a_ring_is_bound_by_bandwidth(cluster: Cluster) -> None:
     assert Network(slow, {"a": 2, "b": 4}).seconds("all_gather", ("a", "b"), 1e9) == pytest.approx(7 / 8 * 1e9 / 50e9)
 
 
+def test_a_ring_copies_the_piece_that_comes_last(cluster: Cluster) -> None:
+    plain, copying = (only(cluster, "ring", copy_bytes_per_second=rate) for rate in (None, 400e9))
+    for axes in ({"a": 4}, {"a": 2, "b": 4}):
+        for kind, copied in (("all_gather", 1.0), ("reduce_scatter", 1.0), ("all_reduce", 1.0), ("broadcast", 0.0)):
+            before, after = (Network(one, axes).seconds(kind, tuple(axes), 1e9) for one in (plain, copying))
+            assert after - before == pytest.approx(copied * 1e9 / prod(axes.values()) / 400e9)
+
+
+def test_an_exchange_copies_the_own_part(cluster: Cluster) -> None:
+    plain, copying = (only(cluster, "direct", copy_bytes_per_second=rate) for rate in (None, 400e9))
+    for kind, copied in (("all_to_all", 1 / 4), ("gather", 0.0), ("send", 0.0)):
+        before, after = (Network(one, {"a": 4}).seconds(kind, ("a",), 1e9) for one in (plain, copying))
+        assert after - before == pytest.approx(copied * 1e9 / 400e9)
+
+
+def test_the_links_with_the_most_in_flight_fill_a_pipeline(cluster: Cluster) -> None:
+    """A bound for one kind of links bounds nothing where others without a bound are part of the group."""
+    changed = only(cluster, "ring", pipelined=True, fill_bytes={"nvlink": 1e3})
+    level = replace(changed.level[0], link="nvlink")
+    changed = replace(changed, level=(level, changed.level[1]))
+    (inside,) = Network(changed, {"a": 4}).curves("all_gather", ("a",))
+    (across,) = Network(changed, {"a": 2, "b": 4}).curves("all_gather", ("a", "b"))
+    assert inside.fill_seconds == pytest.approx(1e3 / BUS)
+    assert across.fill_seconds == float("inf")
+
+
 def test_without_bandwidth_hops_count(cluster: Cluster) -> None:
     (curve,) = Network(only(cluster, "ring"), {"a": 2, "b": 4}).curves("all_reduce", ("a", "b"))
     # 14 steps in a ring of 8, whose edges are 6 on the buses and 2 on the wire.
