@@ -40,7 +40,8 @@ def _priced(way: Run, run: Run) -> Priced:
         size + (parts.passing_bytes if stage.last else 0.0)
         for size, stage in zip(costs.memory_bytes, plan, strict=True)
     ]
-    return Priced(run, costs.seconds + end, max(whole), max(whole) <= cluster.device.memory_bytes)
+    reserved = max(whole) * way.software.reserved_per_live
+    return Priced(run, costs.seconds + end, reserved, reserved <= cluster.device.memory_bytes)
 
 
 def _end_seconds(one: Amounts, run: Run, cluster: Cluster) -> float:

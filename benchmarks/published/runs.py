@@ -62,6 +62,8 @@ class Software:
     sums_tied: bool = False
     # Sequence parallelism keeps the pieces of a gathered value and gathers them again in the backward.
     gathers_again: bool = False
+    # Bytes that its allocator reserves for each that lives: whole blocks and fragments.
+    reserved_per_live: float = 1.0
     # Number of products that multiply a gathered value, so that the first begins before all of it is there.
     pieces: int = 1
     # A recompute runs all ops of a layer; else it stops when all saved tensors are back.

@@ -75,6 +75,33 @@ def test_playbook_rows(tmp_path: Path) -> None:
     assert too_deep.measured.fits is None
 
 
+def test_a_crash_of_more_stages_than_ran_is_none_for_memory(tmp_path: Path) -> None:
+    """Twice as many stages hold at most twice as much; more tensor parallelism, or fewer stages, proves nothing."""
+    header = PLAYBOOK.split("\n")[0]
+    ran = "1B,4,32,4,2,4,1,2,32,256,4096,20000,20.5,ok"
+    rows = ["1B,4,32,2,2,8,1,2,64", "1B,4,32,2,2,8,1,4,32", "1B,4,32,8,2,2,1,2,16", "1B,4,32,2,4,4,1,2,64"]
+    table = "\n".join([header, ran, *(f"{row},256,4096,,,crashed_or_oom" for row in rows)])
+    _, deeper, larger, shallower, other = runs_of(tmp_path / "e2e_ultrascale_playbook_h100.csv", f"{table}\n")
+    assert deeper.measured.fits is None
+    assert (larger.measured.fits, shallower.measured.fits, other.measured.fits) == (False, False, False)
+
+
+def test_pipelines_gather_again_where_tensor_parallelism_spans_as_many_nodes(tmp_path: Path) -> None:
+    header = PLAYBOOK.split("\n")[0]
+    rows = "".join(f"1B,16,128,1,{tp},{pp},0,1,256,256,4096,20000,20.5,ok\n" for tp, pp in ((16, 2), (16, 8), (32, 1)))
+    found = runs_of(tmp_path / "e2e_ultrascale_playbook_h100.csv", f"{header}\n{rows}")
+    assert [run.software.gathers_again for run in found] == [True, False, False]
+
+
+def test_reserved_memory_is_compared() -> None:
+    plain = replace(RUN, measured=Measured(1.0))
+    reserving = replace(plain, software=replace(plain.software, reserved_per_live=1.5))
+    live, reserved = price(plain), price(reserving)
+    assert live.memory_bytes is not None
+    assert reserved.memory_bytes == pytest.approx(1.5 * live.memory_bytes)
+    assert reserved.step_seconds == live.step_seconds
+
+
 def test_rows_of_one_block(tmp_path: Path) -> None:
     (run,) = runs_of(tmp_path / "e2e_reducing_act_recompute_tab4_x.csv", TABLE_4)
     assert run.one_block
