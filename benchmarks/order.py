@@ -9,7 +9,8 @@ A GPT is trained under each strategy in turn, step by step, so that a machine th
 as long as its slowest rank, and the median of the faster half counts, as in `autopar calibrate`. Beside it stands what
 `evaluate` says of the same plan, and in how many rounds a strategy was faster than the one below it: where that is
 fewer than three in four, their order is noise. The load is that of the machine before the first step, without the
-steps themselves: other programs change the order, as they slow down strategies unequally.
+steps themselves: other programs change the order, as they slow down strategies unequally. The last line judges all
+pairs of a size and a strategy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -34,7 +35,7 @@ from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan
 from benchmarks.interleaved import Run, faster_share, measured_seconds, undisturbed
-from benchmarks.published.metrics import Pair, kendall_tau
+from benchmarks.published.metrics import Pair, kendall_tau, median_error
 from examples.gpt import gpt
 
 STRATEGIES = ("ddp", "fsdp", "megatron", "megatron_sp")
@@ -120,9 +121,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{given.ranks} ranks on {cores} cores, load {load:.1f}{': too busy to order' if load > cores else ''}")
     with cluster_of(given.cluster, given.calibrate, given.ranks) as cluster:
         report = {size: _order(size, cluster, given) for size in given.size or SIZES}
+    total = judge(report.values())
     if given.json:
-        print(json.dumps({"cores": cores, "load": load, **report}, indent=2))
+        print(json.dumps({"cores": cores, "load": load, **report, "all": total}, indent=2))
+    else:
+        print(f"{total['pairs']} pairs: median |error| {total['error']:.1%}, tau {total['tau']:.2f} of all of them")
     return 0
+
+
+def judge(sizes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the median error and the order of all pairs of a size and a strategy."""
+    pairs = [Pair(one["predicted"][name], seconds) for one in sizes for name, seconds in one["measured"].items()]
+    return {"pairs": len(pairs), "error": median_error(pairs), "tau": kendall_tau(pairs)}
 
 
 def _order(size: str, cluster: str, given: argparse.Namespace) -> dict[str, Any]:
