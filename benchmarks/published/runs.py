@@ -81,8 +81,12 @@ class Software:
 
 # FlashAttention-2, which the runs on H100 had: torch has taken cuDNN's kernels there since 2.11. On an H100, heads of
 # 128, 8,192 tokens: forward 370 TFLOP/s, 284 where it is causal, backward 290 and 287; heads of 64 forward 310
-# (Dao-AILab/flash-attention, pull requests 1791 and 2688). The start of a tile is that of an A100.
-FLASH_2 = {"H100 SXM5 80 GB": AttentionRates(128, 0.478, 0.303, 0.793, 1.02, softmax=30, start_keys=280)}
+# (Dao-AILab/flash-attention, pull requests 1791 and 2688). The start of a tile is that of an A100. In the backward
+# heads of 64 are 9 % slower than heads of 128 (FlashAttention-3, arXiv 2407.08608, figure 6: 264 and 291 at 2,048
+# tokens).
+FLASH_2 = {
+    "H100 SXM5 80 GB": AttentionRates(128, 0.478, 0.336, 0.793, 1.02, softmax=30, start_keys=280, backward_softmax=14)
+}
 
 # Host of a block and micro-batch under tensor parallelism in Megatron-LM and code like it, beyond launching kernels:
 # hooks and autograd functions. Read off nanotron's rows without a pipeline; vTrain's rows agree (18 % became 10 %).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,31 @@ def test_a_tile_that_sees_as_many_keys_as_its_start_takes_runs_at_half_of_the_ra
     forward, backward = attention_fractions(RATES, 256, 1000, is_causal=False)
     assert forward == pytest.approx(0.5 * 256 / (256 + 128) / 2)
     assert backward == pytest.approx(0.25 / 2)
+
+
+def test_the_softmax_of_the_backward_makes_narrow_heads_slower() -> None:
+    rates = replace(RATES, backward_softmax=32)
+    narrow, wide = (attention_fractions(rates, width, 1e9, is_causal=False) for width in (128, 256))
+    assert narrow[1] / wide[1] == pytest.approx((128 / 192) / (256 / 320))
+    assert wide[0] == attention_fractions(RATES, 256, 1e9, is_causal=False)[0], "the forward has one of its own"
+
+
+# cuDNN without a mask: Shah et al., FlashAttention-3 (arXiv 2407.08608), figure 6.
+BACKWARD = {
+    128: {512: 305, 1024: 408, 2048: 465, 4096: 499, 8192: 518, 16384: 516},
+    64: {512: 266, 1024: 348, 2048: 395, 4096: 417, 8192: 432, 16384: 433},
+}
+
+
+@pytest.mark.parametrize("head_dim", BACKWARD)
+def test_the_measured_backward_of_an_h100(head_dim: int) -> None:
+    device = load_device("h100")
+    for tokens, teraflops in BACKWARD[head_dim].items():
+        _, backward = attention_fractions(device.attention, 2 * head_dim, tokens, is_causal=False)
+        assert backward * device.peak_flops["bfloat16"] == pytest.approx(teraflops * 1e12, rel=0.13)
+    # Causal, heads of 128: 1.7 times 287 TFLOP/s at 8,192 tokens.
+    _, causal = attention_fractions(device.attention, 256, 8192 / 2, is_causal=True)
+    assert causal * device.peak_flops["bfloat16"] == pytest.approx(1.7 * 287e12, rel=0.03)
 
 
 def test_each_call_of_a_ring_starts_its_tiles_again() -> None:

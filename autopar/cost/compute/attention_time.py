@@ -71,6 +71,7 @@ def attention_fractions(
     forward = rates.forward_fraction * (rates.causal_fraction if is_causal else 1.0)
     forward *= width / (width + 2 * rates.softmax)
     backward = rates.backward_fraction * (rates.causal_backward_fraction if is_causal else 1.0)
+    backward *= width / (width + 2 * rates.backward_softmax)
     return forward * started, backward * started
 
 

@@ -39,7 +39,7 @@ class AttentionRates:
 
     # Queries that one processor works on at a time.
     rows: int
-    # Share of the peak for wide heads without a mask.
+    # Share of the peak for very wide heads without a mask.
     forward_fraction: float
     backward_fraction: float
     # Share of the forward rate, and of the backward rate, that is left with a causal mask.
@@ -49,6 +49,8 @@ class AttentionRates:
     softmax: int = 0
     # Start and end of a tile of queries, in keys: as long as the products with so many more keys.
     start_keys: int = 0
+    # The same time of the softmax in the backward.
+    backward_softmax: int = 0
 
 
 @dataclass(frozen=True)
