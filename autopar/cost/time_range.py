@@ -18,8 +18,8 @@ __all__ = ["TimeRange", "is_within_noise", "kind_of_run", "time_range"]
 
 # Runs of up to so many times as many devices count as measured.
 MORE_DEVICES = 2
-# Share of a device's memory above which allocators free blocks and request them again: the 17 published runs that are
-# predicted to need so much took 1.2 to 11 times as long as predicted.
+# Share of a device's memory above which allocators free blocks and request them again: the 10 published runs that are
+# predicted to need so much took 1.3 to 10 times as long as predicted.
 FULL_FRACTION = 0.9
 
 

@@ -64,7 +64,8 @@ class Convolution(nn.Module):
 
 def test_tensor_parallelism_stays_within_the_nodes() -> None:
     """A Llama layer with a small batch: columns of q, k, v, gate and up and rows of down over the links inside a node,
-    the batch over the network between nodes. What follows attention may have its rows split, or its tokens."""
+    the batch over the network between nodes. What follows attention may have its rows split, or its tokens. Of fewer
+    tokens the activations are less to send than the gradients of the weights."""
     config = LlamaConfig(
         vocab_size=1024,
         hidden_size=4096,
@@ -76,7 +77,7 @@ def test_tensor_parallelism_stays_within_the_nodes() -> None:
         use_cache=False,
     )
     with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config), torch.randint(config.vocab_size, (2, 4096))
+        model, ids = LlamaForCausalLM(config), torch.randint(config.vocab_size, (2, 5120))
     _, found = solved(model, {"input_ids": ids}, {"dp": 2, "tp": 8}, strategies=False)
     layer = {op.split(".")[-1]: axes_of(found, op) for op in found.plan.assignment.ops if op.endswith("_proj/linear")}
     columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("down_proj",)

@@ -30,7 +30,7 @@ def range_notes(found: TimeRange | None) -> list[str]:
     if found.extrapolated:
         notes.append(f"the range is extrapolated: no measured run {', none '.join(found.extrapolated)}")
     if found.fills_memory:
-        notes.append("more than 90 % of the memory is in use: measured runs like that took 1.2 to 11 times as long")
+        notes.append("more than 90 % of the memory is in use: measured runs like that took 1.3 to 10 times as long")
     return notes
 
 
