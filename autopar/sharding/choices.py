@@ -201,68 +201,89 @@ def shardings_of(
     graph: NamedGraph, node: NamedNode, choice: Choice
 ) -> tuple[tuple[Sharding | None, ...], tuple[Sharding | None, ...]] | None:
     """Return the shardings of operands and results under a choice, None if infeasible."""
-    if any(way and way not in graph.passable_sums[node.name] for _, way in choice.passes):
-        return None
-    operands: list[Sharding | None] = []
-    # A call may leave out the last operands of its rule, and may pass tensors that the rule does not name.
-    for position, (operand, name) in enumerate(zip_longest(node.rule.operands, node.operands)):
-        tensor = None if name is None else graph.tensors[name]
-        if tensor is None:
-            operands.append(None)
-        elif operand is None:
-            operands.append(Sharding.replicated(atoms_of(tensor)))
-        elif (sharding := _sharding(node, operand, tensor, choice, position)) is not None:
-            operands.append(sharding)
-        else:
-            return None
-    outputs: list[Sharding | None] = []
-    for operand, name in zip(node.rule.outputs, node.outputs, strict=True):
-        tensor = None if name is None else graph.tensors[name]
-        outputs.append(None)
-        if operand is None or tensor is None:
-            continue
-        sharding = _sharding(node, operand, tensor, choice, None)
-        if sharding is None:
-            return None
-        outputs[-1] = sharding
-    return tuple(operands[: len(node.operands)]), tuple(outputs)
+    return OpShardings(graph, node).under(choice)
 
 
-def _sharding(
-    node: NamedNode, operand: Operand, tensor: NamedTensor, choice: Choice, position: int | None
-) -> Sharding | None:
-    sites = sites_of(node, operand, tensor)
-    if sites is None and choice.splits:
-        return None
-    if position == MASK and any(rows_beside(node, site) is not None for site, _ in choice.splits):
-        # Keys pass by, and each rank has the mask of its rows for all of them. A kernel gives it no gradient.
-        if tensor.requires_grad:
-            return None
-        choice = replace(choice, splits=tuple(one for one in choice.splits if rows_beside(node, one[0]) is None))
-    splits = tuple(() if site is None else choice.of(site) for site in sites or (None,) * len(tensor.atoms))
-    partial: set[str] = set()
-    broadcast: set[str] = set()
-    own = {axis for split in splits for axis in split}
-    for (factor, _), used in choice.splits:
-        # Some axes of the rows may split the keys too.
-        axes = [axis for axis in used if axis not in own]
-        if not axes:
-            continue
-        if factor in operand.factors:
-            return None  # the tensor has the factor, but not the atom that is split
-        if position is None:
-            if lowered_op_of(node, factor) is not None:
-                continue  # its own collectives give the sum to all ranks
-            if node.rule.kinds[factor] is FactorKind.PARALLEL:
+@dataclass(frozen=True, eq=False)
+class _OpTensor:
+    """Operand or result of an op that is a tensor."""
+
+    tensor: NamedTensor
+    # Of an operand.
+    position: int | None
+    # None where the rule does not name the tensor: each rank needs all of it.
+    factors: frozenset[str] | None
+    # Of each atom, None if the op unfolds the tensor otherwise.
+    sites: tuple[Site | None, ...] | None
+
+
+class OpShardings:
+    """Shardings of the operands and results of one op under its choices."""
+
+    def __init__(self, graph: NamedGraph, node: NamedNode) -> None:
+        self.node = node
+        self.passable = graph.passable_sums[node.name]
+
+        def made(operand: Operand | None, name: str | None, position: int | None) -> _OpTensor | None:
+            tensor = None if name is None else graph.tensors[name]
+            if tensor is None:
                 return None
-            if tensor.dtype is torch.bool or (len(node.outputs) > 1 and node.rule.kinds[factor] is FactorKind.MEAN):
-                return None  # booleans have no sum; a mean beside other results has no weight of its own
-            partial.update(axes)
-        elif node.rule.kinds[factor] is FactorKind.SUM and position in node.rule.added_operands(factor):
-            partial.update(axes)
-        else:
-            broadcast.update(axes)
-    for axis, summed in choice.passes:
-        is_sum = position in summed if position is not None else bool(summed)
-        (partial if is_sum else broadcast).add(axis)
-    return Sharding(splits, frozenset(partial), frozenset(broadcast if tensor.requires_grad else ()))
+            factors = None if operand is None else frozenset(operand.factors)
+            return _OpTensor(tensor, position, factors, sites_of(node, operand, tensor))
+
+        # A call may leave out the last operands of its rule, and may pass tensors that the rule does not name.
+        taken = list(zip_longest(node.rule.operands, node.operands))[: len(node.operands)]
+        self.operands = [made(*each, position) for position, each in enumerate(taken)]
+        results = zip(node.rule.outputs, node.outputs, strict=True)
+        self.outputs = [None if operand is None else made(operand, name, None) for operand, name in results]
+
+    def under(self, choice: Choice) -> tuple[tuple[Sharding | None, ...], tuple[Sharding | None, ...]] | None:
+        """Return those of a choice, None if infeasible."""
+        if any(way and way not in self.passable for _, way in choice.passes):
+            return None
+        found: list[Sharding | None] = []
+        for one in (*self.operands, *self.outputs):
+            found.append(None if one is None else self._sharding(one, choice))
+            if one is not None and found[-1] is None:
+                return None
+        return tuple(found[: len(self.operands)]), tuple(found[len(self.operands) :])
+
+    def _sharding(self, one: _OpTensor, choice: Choice) -> Sharding | None:
+        node, tensor, position = self.node, one.tensor, one.position
+        if one.factors is None:
+            return Sharding.replicated(atoms_of(tensor))
+        if one.sites is None and choice.splits:
+            return None
+        if position == MASK and any(rows_beside(node, site) is not None for site, _ in choice.splits):
+            # Keys pass by, and each rank has the mask of its rows for all of them. A kernel gives it no gradient.
+            if tensor.requires_grad:
+                return None
+            choice = replace(choice, splits=tuple(pair for pair in choice.splits if rows_beside(node, pair[0]) is None))
+        used = dict(choice.splits)
+        splits = tuple(used.get(site, ()) for site in one.sites) if one.sites is not None else ((),) * len(tensor.atoms)
+        partial: set[str] = set()
+        broadcast: set[str] = set()
+        own = {axis for split in splits for axis in split}
+        for (factor, _), axes_used in choice.splits:
+            # Some axes of the rows may split the keys too.
+            axes = [axis for axis in axes_used if axis not in own]
+            if not axes:
+                continue
+            if factor in one.factors:
+                return None  # the tensor has the factor, but not the atom that is split
+            if position is None:
+                if lowered_op_of(node, factor) is not None:
+                    continue  # its own collectives give the sum to all ranks
+                if node.rule.kinds[factor] is FactorKind.PARALLEL:
+                    return None
+                if tensor.dtype is torch.bool or (len(node.outputs) > 1 and node.rule.kinds[factor] is FactorKind.MEAN):
+                    return None  # booleans have no sum; a mean beside other results has no weight of its own
+                partial.update(axes)
+            elif node.rule.kinds[factor] is FactorKind.SUM and position in node.rule.added_operands(factor):
+                partial.update(axes)
+            else:
+                broadcast.update(axes)
+        for axis, summed in choice.passes:
+            is_sum = position in summed if position is not None else bool(summed)
+            (partial if is_sum else broadcast).add(axis)
+        return Sharding(splits, frozenset(partial), frozenset(broadcast if tensor.requires_grad else ()))

@@ -12,7 +12,7 @@ from autopar.errors import LayoutError
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.bound_layout import BoundLayout, matches
-from autopar.sharding.choices import Choice, Passing, Site, choices, passings_of, shardings_of
+from autopar.sharding.choices import Choice, OpShardings, Passing, Site, choices, passings_of
 from autopar.sharding.layout.parameter_storage import gather_action
 from autopar.sharding.op_pins import allows, pinned_passings, pinned_sites, uneven_sites
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of, to_placements
@@ -102,8 +102,9 @@ def _options(
         passes = {axis: own.get(axis, every) for axis, every in passes.items() if axis not in sites}
     uneven = _NearlyEven(node, axes, () if pin is None else uneven_sites(pin, node))
     found: dict[object, OpSharding] = {}
+    shardings = OpShardings(graph, node)
     for choice in choices(node, sites, axes, uneven, passes):
-        layouts = shardings_of(graph, node, choice)
+        layouts = shardings.under(choice)
         if layouts is None or layouts in found or (pin is not None and not allows(pin, choice, node)):
             continue
         if _uses_agree(setting, bound_layout, node, layouts[0]):

@@ -69,6 +69,7 @@ class ReshardBounds:
     adding: Floats = field(init=False)
     scattering: Floats = field(init=False)
     _known: dict[Any, LeastCosts] = field(default_factory=dict)
+    _held: dict[tuple[int, int], tuple[Floats, Floats]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         count, self.network = 1 << len(self.axes), self.costs.network
@@ -113,6 +114,7 @@ class ReshardBounds:
             for cross in range(1, count):
                 if self.mask(own) & cross:
                     self.held[i, j, cross] = self._least_held(own, wanted, cross)
+        self.before, self.after = self.masks[:, None] & ~self.common, self.masks[None, :] & ~self.common
 
     def between(
         self, sizes: Sequence[int], itemsize: float, sources: Sequence[Sharding], targets: Sequence[Sharding]
@@ -159,14 +161,24 @@ class ReshardBounds:
         """
         held, least = np.ones((2, *pairs.active.shape))
         for i, size in enumerate(sizes):
-            own, wanted = pairs.own[:, i][:, None], pairs.wanted[:, i][None, :]
+            shares, least_shares = self._held_of_atom(size, cross)
+            at = pairs.at[i]
+            held *= shares.take(at)
+            least = np.minimum(least, least_shares.take(at))
+        return np.asarray(held * least)
+
+    def _held_of_atom(self, size: int, cross: int) -> tuple[Floats, Floats]:
+        """Return for an atom of a size, by the axes of both ends, the share that is held and the least of some ranks,
+        as a share of it.
+        """
+        key = size, cross
+        if key not in self._held:
             most = np.array([longest(size, axes, self.network.axes) for axes in self.number])
             mean = max(size, 1) / self.ranks[self.masks]
-            share = np.minimum(1.0, self.ranks[pairs.before[i] & ~cross] * most[own] / mean[wanted])
-            held *= share
-            is_even = size % self.ranks[self.masks[own] | self.masks[wanted]] == 0
-            least = np.minimum(least, np.where(is_even, self.held[own, wanted, cross] / share, 1.0))
-        return np.asarray(held * least)
+            share = np.minimum(1.0, self.ranks[self.before & ~cross] * most[:, None] / mean)
+            is_even = size % self.ranks[self.masks[:, None] | self.masks] == 0
+            self._held[key] = share, np.where(is_even, self.held[:, :, cross] / share, 1.0)
+        return self._held[key]
 
     def _sum_seconds(self, pairs: _Pairs, sizes: Sequence[int], wanted: Floats) -> Floats:
         """Return the least seconds of the sums: of their additions, and of each sum that ranks need whole."""
@@ -237,7 +249,10 @@ class _ByteSeconds:
 
     def seconds(self, at: _At, per_rank: Floats, per_peers: Floats) -> Floats:
         """Return the least seconds in which each rank receives so many bytes, and all peers so many different ones."""
-        together, own, beside = self.values[(slice(None), *at)]
+        count = self.values.shape[-1]
+        summed, cross, active = at
+        index = (summed * count + cross) * count + active
+        together, own, beside = (table.take(index) for table in self.values)
         return np.asarray(np.maximum(together * per_peers, own * per_rank + beside * per_peers))
 
 
@@ -245,9 +260,10 @@ class _ByteSeconds:
 class _Pairs:
     """Sets of axes for each pair of shardings; arrays have a row for each source, a column for each target."""
 
-    # Numbers of the axes of each atom, of sources and of targets.
-    own: Ints
+    # Numbers of the axes of each atom of the targets.
     wanted: Ints
+    # By atom, the numbers of the axes of both ends, as an index into a table of them.
+    at: tuple[Ints, ...]
     # By atom, the axes beyond the common major ones, which stay.
     before: tuple[Ints, ...]
     after: tuple[Ints, ...]
@@ -270,16 +286,15 @@ class _Pairs:
         asked = np.array([bounds.mask(one.partial) for one in targets], dtype=np.int64)[None, :]
         fixed = np.zeros((len(sources), len(targets)), dtype=np.int64)
         active, before, after = partial ^ asked, list[Ints](), list[Ints]()
-        for i in range(len(sizes)):
-            rows, columns = own[:, i][:, None], wanted[:, i][None, :]
-            stays = bounds.common[rows, columns]
-            before.append(bounds.masks[rows] & ~stays)
-            after.append(bounds.masks[columns] & ~stays)
-            fixed = fixed | stays
+        at = tuple(own[:, i][:, None] * len(bounds.masks) + wanted[:, i][None, :] for i in range(len(sizes)))
+        for each in at:
+            before.append(bounds.before.take(each))
+            after.append(bounds.after.take(each))
+            fixed = fixed | bounds.common.take(each)
             active = active | before[-1] | after[-1]
         return _Pairs(
-            own,
             wanted,
+            at,
             tuple(before),
             tuple(after),
             fixed,

@@ -18,6 +18,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from autopar.solver import Ints
@@ -29,8 +30,10 @@ Single = NDArray[np.float32]
 
 # Additions of one step at most.
 LARGEST_STEP = 2**32
-# Numbers that are added up at once.
-BLOCK = 2**22
+# Numbers that are added up at once, and those of a min-plus product, which a core keeps in its cache.
+BLOCK, TILE = 2**22, 2**17
+# Share of finite sums below which a min-plus product takes them alone.
+SPARSE = 0.1
 # What rounding may add to the answer, as a share of it.
 ROUNDING = 1e-5
 
@@ -235,11 +238,31 @@ def _halves(around: Sequence[int], scopes: Sequence[tuple[int, ...]], sizes: Seq
 
 def _min_plus(left: Single, right: Single) -> Single:
     """Return for each pair of columns the least sum over the rows."""
+    finite = np.isfinite(left), np.isfinite(right)
+    if finite[0].mean() * finite[1].mean() < SPARSE:
+        return _sparse_min_plus(left, right, *finite)
+    best = torch.full((left.shape[1], right.shape[1]), np.inf)
+    height = max(1, TILE // right.shape[1])
+    total = torch.empty(height, right.shape[1])
+    columns = torch.from_numpy(right.copy()).unbind()  # it may be read-only
+    for begin in range(0, len(best), height):
+        tile = best[begin : begin + height]
+        rows = torch.from_numpy(left[:, begin : begin + height].copy()).unsqueeze(2).unbind()
+        sums = total[: len(tile)]
+        for row, column in zip(rows, columns, strict=True):
+            torch.add(row, column, out=sums)
+            torch.minimum(tile, sums, out=tile)
+    return best.numpy()
+
+
+def _sparse_min_plus(
+    left: Single, right: Single, is_left: NDArray[np.bool_], is_right: NDArray[np.bool_]
+) -> Single:
+    """Return the same of tables that are infinite almost everywhere."""
     best = np.full((left.shape[1], right.shape[1]), np.inf, dtype=np.float32)
-    total = np.empty_like(best)
-    for row, column in zip(left, right, strict=True):
-        np.add(row[:, None], column[None, :], out=total)
-        np.minimum(best, total, out=best)
+    for row, column, rows, columns in zip(left, right, is_left, is_right, strict=True):
+        at = np.ix_(rows, columns)
+        best[at] = np.minimum(best[at], row[rows][:, None] + column[columns])
     return best
 
 

@@ -29,7 +29,7 @@ CLOSE = 1e-2
 # The bound has to rise by so much in so many rounds.
 LEAST_RISE, MOST_STALLED = 5e-4, 4
 # Time for it, as a multiple of that of the search before.
-PATIENCE = 2.0
+PATIENCE = 3.0
 
 
 def prove_whole(work: SearchPhases, multipliers: Floats) -> float:
@@ -67,11 +67,11 @@ def prove_whole(work: SearchPhases, multipliers: Floats) -> float:
         is_close = relative_gap(incumbent.seconds, bounds[-1]) <= CLOSE
         if is_exact or stalls or is_close or time.monotonic() > ends:
             break
-    _offer_exact(work, relaxed, weights, ends)
+    _offer_exact(work, relaxed, weights, bounds[-1], ends)
     return bounds[-1]
 
 
-def _offer_exact(work: SearchPhases, relaxed: RelaxedModel, weights: Floats, ends: float) -> None:
+def _offer_exact(work: SearchPhases, relaxed: RelaxedModel, weights: Floats, bound: float, ends: float) -> None:
     """Offer plans of reshards with exact prices: the best one, and better ones while those around it are priced."""
     last = np.inf
     while True:
@@ -82,7 +82,8 @@ def _offer_exact(work: SearchPhases, relaxed: RelaxedModel, weights: Floats, end
         if work.incumbent.may_improve(plan):
             work.offer(plan)
         is_better = last - value > LEAST_RISE * abs(value)
-        if not is_better or time.monotonic() > ends:
+        is_close = relative_gap(work.incumbent.seconds, bound) <= CLOSE
+        if not is_better or is_close or time.monotonic() > ends:
             return
         last = value
         relaxed.price(chosen, around=True)
