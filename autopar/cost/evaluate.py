@@ -306,7 +306,7 @@ def _sums(
         ),
         count * sum(task.seconds for task in values if task.direction != "recompute"),
         sum(exposed_seconds(one, lowered, cluster, once_seconds is None) for one in every) + (once_seconds or 0.0),
-        count * sum(map(waiting_seconds, every)),
+        sum(waiting_seconds(one, count, once_seconds is None) for one in every),
         count * sum(sum(exposed_copies_seconds(one.copies)) for one in every),
     )
 
@@ -322,7 +322,7 @@ def part_times(found: Profile, lowered: LoweredStep, cluster: Cluster) -> PartTi
         once.append(sum(task.seconds for task in tasks if task.once))
         rooms.append(max(0.0, overlap.overlap_fraction * room - beside))
     # The host launches the kernels of both directions one by one.
-    share = 1.0 + waiting_seconds(found) / (sum(each) or 1.0)
+    share = 1.0 + waiting_seconds(found, 1, with_once=False) / (sum(each) or 1.0)
     late = sum(task.seconds for task in found.backward if task.is_late)
     optimizer = sum(task.seconds for task in found.optimizer)
     is_early = lowered.reduces_early
@@ -353,11 +353,17 @@ def exposed_seconds(found: Profile, lowered: LoweredStep, cluster: Cluster, with
     return total
 
 
-def waiting_seconds(found: Profile) -> float:
-    """Return how long the device waits for kernel launches in one micro-batch."""
-    tasks = [task for task in (*found.forward, *found.backward) if not task.once]
-    host = sum(task.host_seconds for task in tasks) + 2 * sum(one.host_seconds for one in found.copies)
-    return max(0.0, host - sum(task.seconds for task in tasks if not task.overlapped))
+def waiting_seconds(found: Profile, micro_batches: int, with_once: bool) -> float:
+    """Return how long the device waits for kernel launches in a step; what runs once is launched beside one batch."""
+    tasks = (*found.forward, *found.backward)
+    each = 2 * sum(one.host_seconds for one in found.copies) + sum(_ahead(task) for task in tasks if not task.once)
+    once = sum(_ahead(task) for task in tasks if task.once and with_once)
+    return (micro_batches - 1) * max(0.0, each) + max(0.0, each + once)
+
+
+def _ahead(task: Task) -> float:
+    """Return the time to launch a task less the time that it keeps the device."""
+    return task.host_seconds - (0.0 if task.overlapped else task.seconds)
 
 
 def _compute_seconds(tasks: Iterable[Task], direction: str, micro_batches: int) -> float:

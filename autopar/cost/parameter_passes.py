@@ -35,10 +35,18 @@ class ParameterPasses:
 
         With `summed` it is a sum over micro-batches.
         """
+        return self.reduced_cast_bytes(name, used, summed) + self.stored_cast_bytes(name, stored)
+
+    def reduced_cast_bytes(self, name: str, used: Sharding, summed: bool) -> float:
+        """Return the bytes of casting a gradient before it is reduced."""
+        made, reduced = self._gradient_dtypes(self.graph.tensors[name], summed)
+        return _cast_bytes(self._numel(name, used), made, reduced)
+
+    def stored_cast_bytes(self, name: str, stored: Sharding) -> float:
+        """Return the bytes of casting a reduced gradient to the dtype of the stored parameter."""
         tensor = self.graph.tensors[name]
-        made, reduced = self._gradient_dtypes(tensor, summed)
-        before = _cast_bytes(self._numel(name, used), made, reduced)
-        return before + _cast_bytes(self._numel(name, stored), reduced, tensor.stored_dtype(self.precision))
+        reduced = self.precision.reduced(tensor.dtype)
+        return _cast_bytes(self._numel(name, stored), reduced, tensor.stored_dtype(self.precision))
 
     def gradient_copy_bytes(self, name: str, used: Sharding, summed: bool) -> float:
         """Return the bytes of the copy of a gradient into the buffer of its bucket, if no cast makes that copy."""

@@ -260,7 +260,11 @@ class OpShardings:
                 return None
             choice = replace(choice, splits=tuple(pair for pair in choice.splits if rows_beside(node, pair[0]) is None))
         used = dict(choice.splits)
-        splits = tuple(used.get(site, ()) for site in one.sites) if one.sites is not None else ((),) * len(tensor.atoms)
+        splits = (
+            tuple(() if site is None else used.get(site, ()) for site in one.sites)
+            if one.sites is not None
+            else ((),) * len(tensor.atoms)
+        )
         partial: set[str] = set()
         broadcast: set[str] = set()
         own = {axis for split in splits for axis in split}

@@ -134,11 +134,10 @@ def stored_of(
     tensor: NamedTensor,
     uses: Iterable[Sharding],
     regather: bool = False,
-    lasting: bool = False,
 ) -> tuple[StorageOption, ...]:
     """Return the storage options of a tensor: as used, whole, or split further by the axes that are left.
 
-    With `lasting`, the gathered copy may stay until the optimizer steps, also with one micro-batch.
+    With several micro-batches a gathered copy may stay until the optimizer steps; with one that saves nothing.
     """
     atoms = atoms_of(tensor)
     whole = Sharding.replicated(atoms)
@@ -165,9 +164,8 @@ def stored_of(
         if setting.call is not None:
             gathered = [StorageOption(layout, lasting=any(layout.splits)) for layout in kept]
             return (*gathered, *(one for one in ways if one.again))
-        ways += [
-            StorageOption(layout, lasting=True) for layout in split if lasting or setting.options.micro_batches > 1
-        ]
+        if setting.options.micro_batches > 1:
+            ways += [StorageOption(layout, lasting=True) for layout in split]
     return tuple(ways)
 
 

@@ -44,7 +44,7 @@ def problems(seed: int, axes: Mapping[str, int], most_layers: int, smallest: int
     for lines in range(2, 34, 2):  # the more a layout says, the less is open
         problem = drawn(graph, axes, draw, lines)
         try:
-            model = build(problem.setting, problem.bound_layout, regather=True, lasting=True)
+            model = build(problem.setting, problem.bound_layout, regather=True)
         except autopar.AutoparError:  # the layout asks for what cannot be had
             continue
         ways = 3 ** len(layers_of(graph))
@@ -178,7 +178,7 @@ def test_the_search_finds_what_the_complete_model_proves(block: int) -> None:
         draw = random.Random(seed)
         for problem in islice(problems(seed, ONE, 2, 2**8, 2**20), 2):
             modes = {path: draw.choice(("none", *MODES)) for path in layers_of(problem.graph)}
-            model = build(problem.setting, problem.bound_layout, regather=True, recompute=modes, lasting=True)
+            model = build(problem.setting, problem.bound_layout, regather=True, recompute=modes)
             oracle = own_problem(model)
 
             def sums(chosen: Sequence[int], oracle: Oracle = oracle) -> tuple[float, float]:

@@ -94,7 +94,7 @@ def problems(seed: int, axes: Mapping[str, int], count: int) -> list[Drawn]:
     for lines in range(2, 40):
         problem = drawn(graph, axes, draw, lines)
         try:
-            model = build(problem.setting, problem.bound_layout, regather=True, lasting=True)
+            model = build(problem.setting, problem.bound_layout, regather=True)
         except autopar.AutoparError:  # the layout asks for what cannot be had
             continue
         sizes = [float(len(variable.states)) for variable in model.variables]
@@ -107,7 +107,7 @@ def problems(seed: int, axes: Mapping[str, int], count: int) -> list[Drawn]:
 
 def best_and_search(problem: Drawn) -> tuple[float | None, LagrangianSearch]:
     """The seconds of the best of all assignments, None where too many could be it; a search of the problem."""
-    search = lagrangian(build(problem.setting, problem.bound_layout, lasting=True))
+    search = lagrangian(build(problem.setting, problem.bound_layout))
     oracle = whole_problem(problem.setting, problem.bound_layout)
     return best_of_all(oracle, np.inf, priced(oracle), search.best, MOST_PRICED), search
 
@@ -187,7 +187,7 @@ def test_no_plan_near_the_best_is_below_the_bound(sizes: tuple[int, int, int], a
     """The bound of a linear program, in which each reshard counts once as well, is a second way to it."""
     graph = autopar.trace(Normed(sizes[-1]), (torch.empty(sizes, device="meta"),))
     setting = PlanningProblem.of(graph, SubMesh.of(axes), H100, TrainingOptions())
-    model = build(setting, BoundLayout(graph, Layout(()), axes), lasting=True)
+    model = build(setting, BoundLayout(graph, Layout(()), axes))
     search = lagrangian(model)
     draw = random.Random(0)
     starts = sorted(search.found.values(), key=lambda one: one.seconds)[:3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import nn
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import OWN, PRESETS, Precision
 from autopar.mesh import Mesh
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
@@ -54,9 +56,9 @@ MODELS = {
 }
 
 
-def problem(graph: NamedGraph, mesh: str, micro_batches: int = 1) -> PlanningProblem:
+def problem(graph: NamedGraph, mesh: str, micro_batches: int = 1, precision: Precision = OWN) -> PlanningProblem:
     made = Mesh(mesh)
-    options = TrainingOptions(links=made.links, micro_batches=micro_batches)
+    options = TrainingOptions(links=made.links, micro_batches=micro_batches, precision=precision)
     return PlanningProblem.of(graph, made.whole, load_cluster("h100"), options)
 
 
@@ -65,14 +67,14 @@ def free(setting: PlanningProblem) -> BoundLayout:
 
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("mixtral", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_no_relaxed_cost_exceeds_the_exact_one(name: str, micro_batches: int) -> None:
+@pytest.mark.parametrize(("micro_batches", "precision"), [(1, OWN), (1, PRESETS["bf16"]), (4, PRESETS["bf16"])])
+def test_no_relaxed_cost_exceeds_the_exact_one(name: str, micro_batches: int, precision: Precision) -> None:
     """By every sum, of the forward and of the backward, of values and of parameters."""
-    graph = autopar.trace(*MODELS[name]())
-    setting = problem(graph, "dp=2,cp=2,tp=4", micro_batches)
+    graph = autopar.trace(*MODELS[name](), precision=precision)
+    setting = problem(graph, "dp=2,cp=2,tp=4", micro_batches, precision)
     tables = RelaxedTables(setting)
     build(setting, free(setting), tables, has_shared_states=False)
-    rng, checked = random.Random(0), 0
+    rng, checked, cast = random.Random(0), 0, Counter[Sum]()
     for one in tables.relaxed.values():
         if not one.is_exact.size:
             continue
@@ -83,9 +85,11 @@ def test_no_relaxed_cost_exceeds_the_exact_one(name: str, micro_batches: int) ->
         reached = one.parts[Sum.FORBIDDEN][at] == 0.0
         for key, values in before.items():
             assert np.all((values <= one.parts[key][at] * (1 + 1e-9))[reached]), key
+            cast[key] += float(values[reached].sum())
         assert np.all(before[Sum.FORBIDDEN] <= one.parts[Sum.FORBIDDEN][at])
         checked += int(sum((values > 0.0).sum() for values in before.values()))
     assert checked > 1000
+    assert (cast[Sum.DEVICE_ONCE] > 0.0) == (precision != OWN), "casts are counted from the beginning"
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=4", "dp=8"])
@@ -102,7 +106,7 @@ def test_the_last_round_has_the_bound_of_the_exact_model(mesh: str) -> None:
     for _ in range(100):
         value, chosen = relaxed.least(weights)
         bounds.append(value + constant)
-        if not relaxed.price(chosen):
+        if not relaxed.price(chosen, weights):
             break
     else:
         raise AssertionError("the rounds do not end")

@@ -33,7 +33,7 @@ MOST_EXCLUDED = 100
 
 def formulate_request(work: SearchPhases) -> FormulatedModel:
     """Return the whole program of a request: memory limit, storage, recomputation and all."""
-    return formulate(work.model(is_limited=True, lasting=True), work.incumbent.limit / 2**30)
+    return formulate(work.model(is_limited=True), work.incumbent.limit / 2**30)
 
 
 def solved_by_program(work: SearchPhases, solver: SolverChoice) -> SearchResult:
@@ -45,12 +45,12 @@ def solved_by_program(work: SearchPhases, solver: SolverChoice) -> SearchResult:
     incumbent, bound, model, is_cut = work.incumbent, 0.0, None, False
     try:
         if work.least_bytes <= incumbent.limit:
-            model = work.model(lasting=True)
+            model = work.model()
             solved = _Solved(work, model, solver)
             bound, is_cut = _free(solved), solved.is_cut
         is_free = incumbent.plan is not None and incumbent.seconds <= incumbent.passed_seconds
         if not is_free:
-            model = work.model(is_limited=True, lasting=True)
+            model = work.model(is_limited=True)
             solved = _Solved(work, model, solver)
             bound, is_cut = max(bound, _under_limit(solved)), solved.is_cut
     except OutOfTime:
@@ -175,7 +175,7 @@ def proved_by_relaxation(work: SearchPhases, ended: SearchResult, solver: Solver
         limit = work.incumbent.limit / 2**30 - min(0.0, search.least_error_gib)
     is_limited = bool(np.isfinite(limit))
     try:
-        made = formulate(work.model(is_limited, lasting=True), limit)
+        made = formulate(work.model(is_limited), limit)
     except OutOfTime:
         return ended
     _, certificate, is_infeasible = solve_relaxation(made.program, solver.library, work.deadline - time.monotonic())

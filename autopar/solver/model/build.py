@@ -211,14 +211,12 @@ def build(
     ways: AxisRoles | None = None,
     open_layers: Sequence[str] = (),
     deadline: float = math.inf,
-    lasting: bool = False,
     has_shared_states: bool = True,
 ) -> Model:
     """Return the model.
 
-    `regather` allows gathering parameters again in the backward, which saves memory and never time. `lasting` allows
-    keeping gathered parameters until the optimizer steps; with one micro-batch it saves host time only. `recompute`
-    fixes the recomputation of layers, `open_layers` names those to decide here. `ways` restricts the choices of ops.
+    `regather` allows gathering parameters again in the backward, which saves memory and never time. `recompute` fixes
+    the recomputation of layers, `open_layers` names those to decide here. `ways` restricts the choices of ops.
     `has_shared_states` lets a parameter be resharded once for several ops. Raise `OutOfTime` after `deadline`.
     """
     tables = tables or CostTables(setting)
@@ -226,9 +224,7 @@ def build(
     layers = open_layers if setting.trains else ()
     modes = setting.modes if layers else ()
     again = RecomputeModes.of(setting.graph, setting.options, settled, layers, setting.trains, modes)
-    builder = _GraphModelBuilder(
-        setting, bound_layout, tables, regather, again, ways, deadline, lasting, has_shared_states
-    )
+    builder = _GraphModelBuilder(setting, bound_layout, tables, regather, again, ways, deadline, has_shared_states)
     return builder.run(settled)
 
 

@@ -38,8 +38,8 @@ class ModelBuilder:
     """Variables and factors so far; equal ones are one object.
 
     `regather`: parameters may be gathered again in the backward. `again`: recomputation of ops, fixed or open. `ways`:
-    restricted choices of ops. `lasting`: gathered parameters may stay until the optimizer steps. `has_shared_states`: a
-    parameter of several ops may be resharded once for all. Building raises `OutOfTime` after `deadline`.
+    restricted choices of ops. `has_shared_states`: a parameter of several ops may be resharded once for all. Building
+    raises `OutOfTime` after `deadline`.
     """
 
     setting: PlanningProblem
@@ -49,7 +49,6 @@ class ModelBuilder:
     again: RecomputeModes
     ways: AxisRoles | None = None
     deadline: float = math.inf
-    lasting: bool = False
     has_shared_states: bool = True
     known: dict[Any, Any] = field(default_factory=dict)
 

@@ -146,12 +146,12 @@ class CostTables:
         wants: Sequence[Wants],
         handled: ParameterUse,
         accumulates: Callable[[Sharding], float] | None = None,
-        casts: Callable[[Floats, StorageOption, Sharding], None] | None = None,
+        casts: NamedTensor | None = None,
     ) -> CostTable:
         """Return the table of a parameter: shardings of its storage, shardings that ops need.
 
-        With `accumulates`, the cost of adding the gradient to that of earlier micro-batches is included; with `casts`
-        that of casting it between the dtypes of a step.
+        With `accumulates`, the cost of adding the gradient to that of earlier micro-batches is included; with `casts`,
+        the parameter, that of casting it between the dtypes of a step.
         """
 
         def made(rows: Sequence[StorageOption], columns: Sequence[Wants]) -> Parts:
@@ -175,7 +175,7 @@ class CostTables:
                         held = first if one.defers(first) else one.layout
                         self.ways.add_accumulated(sums[:, i, j], accumulates(held))
                     if casts is not None and first is not None:
-                        casts(sums[:, i, j], one, first)
+                        self.ways.add_casts(casts, sums[:, i, j], one, first)
             return {key: sums[key] for key in Sum if sums[key].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
 
         return self._table(

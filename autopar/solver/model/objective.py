@@ -17,7 +17,7 @@ from autopar.cost.overlap import OverlapCost
 from autopar.solver import Floats
 from autopar.solver.setting import PlanningProblem
 
-__all__ = ["FORBIDDEN_SECONDS", "HOST", "MEMORY", "MOMENTS", "Hinges", "Sum", "every_peak_gib", "peak_gib"]
+__all__ = ["FORBIDDEN_SECONDS", "MEMORY", "MOMENTS", "Hinges", "Sum", "every_peak_gib", "peak_gib"]
 
 
 class Sum(IntEnum):
@@ -49,10 +49,11 @@ class Sum(IntEnum):
     COPIES = 14
     COPIES_FORWARD_ROOM = 15
     COPIES_BACKWARD_ROOM = 16
+    # Once a step: casts and copies that nothing hides, and the host seconds to launch them and parameter traffic.
+    DEVICE_ONCE = 17
+    HOST_ONCE = 18
 
 
-# The hinge of the host costs something if launching takes longer than running.
-HOST = 0
 # Sums of memory.
 MEMORY = (Sum.KEPT_GIB, Sum.STEP_GIB, Sum.BEGINNING_GIB, Sum.PRODUCT_GIB)
 # Limited moments: beginning of the backward, optimizer step, backward of a large product.
@@ -92,7 +93,15 @@ class Hinges:
         occupied = overlap.occupied
         base = np.zeros(len(Sum))
         base[Sum.DEVICE], base[Sum.FORBIDDEN] = passes, FORBIDDEN_SECONDS
-        hinges: list[tuple[dict[Sum, float], float]] = [({Sum.HOST: passes, Sum.DEVICE: -passes}, 0.0)]
+        base[Sum.DEVICE_ONCE] = setting.stored_share
+        waits = {Sum.HOST: 1.0, Sum.DEVICE: -1.0}
+        hinges: list[tuple[dict[Sum, float], float]] = []
+        if has_stages:
+            hinges.append(({key: passes * value for key, value in waits.items()}, 0.0))
+        else:  # what is launched once a step is launched beside one of the micro-batches
+            hinges.append(({**waits, Sum.HOST_ONCE: 1.0, Sum.DEVICE_ONCE: -1.0}, 0.0))
+            if count > 1:
+                hinges.append(({key: (count - 1) * value for key, value in waits.items()}, 0.0))
         ways = (
             (Sum.FORWARD_ROOM, Sum.FORWARD_EACH, Sum.FORWARD_ONCE),
             (Sum.BACKWARD_ROOM, Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE),

@@ -1,6 +1,6 @@
 """Reshard costs that begin as lower bounds and become exact where a search looks.
 
-Memory is left out, and so are casts and sums of gradients on the device, which only add to the seconds.
+Memory is left out, and so are sums of gradients on the device, which only add to the seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.ir.values import NamedTensor
 from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES
 from autopar.sharding.sharding import OTHER, Sharding
 from autopar.solver import Floats, Ints
@@ -70,10 +71,24 @@ class RelaxedTables(CostTables):
         self.bounds = ReshardBounds(setting.prices.reshard_costs, tuple(setting.used))
         # By the identity of their parts.
         self.relaxed: dict[int, RelaxedCosts] = {}
+        # Parameter that the table to be made casts.
+        self.casts: NamedTensor | None = None
 
     def values(self, cut: TensorCut, sources: Sequence[Sharding], wants: Sequence[Wants], use: ValueUse) -> CostTable:
         sums = None if use.sums is None else PartialSums(use.sums.again, lives=False)
         return super().values(cut, sources, wants, use._replace(kept=False, instead=False, sums=sums, moved=False))
+
+    def parameters(
+        self,
+        cut: TensorCut,
+        stored: Sequence[StorageOption],
+        wants: Sequence[Wants],
+        handled: ParameterUse,
+        accumulates: Callable[[Sharding], float] | None = None,
+        casts: NamedTensor | None = None,
+    ) -> CostTable:
+        self.casts = casts
+        return super().parameters(cut, stored, wants, handled, accumulates, casts)
 
     def _made(
         self,
@@ -157,10 +172,45 @@ class RelaxedTables(CostTables):
             parts[each] += summed_over_wants(np.where(is_once, 0.0, seconds), columns, at, len(rows))
             parts[once] += summed_over_wants(np.where(is_once, seconds, 0.0), columns, at, len(rows))
             parts[Sum.HOST] += summed_over_wants(np.where(is_once, 0.0, host), columns, at, len(rows))
+            parts[Sum.HOST_ONCE] += summed_over_wants(np.where(is_once, host, 0.0), columns, at, len(rows))
 
         add(Sum.FORWARD_EACH, Sum.FORWARD_ONCE, there, np.broadcast_to(lasting, waits.shape))
         if back is not None:
             add(Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE, back, waits)
+        if self.casts is not None:
+            self._add_casts(parts, self.casts, rows, columns)
+
+    def _add_casts(
+        self, parts: dict[Sum, Floats], tensor: NamedTensor, rows: Sequence[StorageOption], columns: Sequence[Wants]
+    ) -> None:
+        """Add the casts of a parameter and of its gradient, as `ReshardSums` does for each pair."""
+        prices, shape = self.setting.prices, (len(rows), len(columns))
+        firsts = [next(iter(each), None) for each in columns]
+        taken = np.array([first is not None for first in firsts])
+        lasting = np.array([one.lasting for one in rows])[:, None]
+        stored = np.array([prices.cast_bytes(tensor.name, one.layout) for one in rows])[:, None]
+
+        def add(sizes: Floats, room: Sum, once: NDArray[np.bool_]) -> None:
+            distinct, place = np.unique(np.where(taken, sizes, 0.0), return_inverse=True)
+            for flag in (False, True):
+                each = [self.ways.cast_sums(float(size), room, flag) for size in distinct]
+                for key in {key for sums in each for key in sums}:
+                    values = np.array([sums.get(key, 0.0) for sums in each])[place].reshape(shape)
+                    parts[key] += np.where(once == flag, values, 0.0)
+
+        add(np.broadcast_to(stored, shape), Sum.FORWARD_ROOM, np.broadcast_to(lasting, shape))
+        if not (tensor.requires_grad and self.setting.trains):
+            return
+        same = [[first is not None and one.layout.splits == first.splits for first in firsts] for one in rows]
+        deferred = np.array(same, dtype=bool).reshape(shape) | lasting
+        after = np.array([prices.stored_cast_bytes(tensor.name, one.layout) for one in rows])[:, None]
+        before = np.array(
+            [
+                [0.0 if one is None else prices.reduced_cast_bytes(tensor.name, one, summed) for one in firsts]
+                for summed in (False, self.setting.options.micro_batches > 1)
+            ]
+        )
+        add(after + np.where(deferred, before[1], before[0]), Sum.BACKWARD_ROOM, deferred)
 
     def _bucket_share(
         self,

@@ -145,15 +145,15 @@ class ReshardSums:
         """
         forward, backward, gathers, is_sum = self._moved(cut, held.layout, want, gathered_bytes)
         sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
-        sums[Sum.HOST] += 0.0 if held.lasting else forward[1]
+        sums[Sum.HOST_ONCE if held.lasting else Sum.HOST] += forward[1]
         deferred = later or held.defers(want)
         sums[Sum.BACKWARD_ONCE if deferred else Sum.BACKWARD_EACH] += backward[0]
-        sums[Sum.HOST] += 0.0 if deferred else backward[1]
+        sums[Sum.HOST_ONCE if deferred else Sum.HOST] += backward[1]
         once = held.defers(want)
         if is_sum and cut.copied[once]:
             # The copy starts with those of the other parameters in its bucket; nothing hides that of a whole step.
             seconds = cut.copied[once] * self.gib(cut, want) * 2**30 / cut.itemsize / self.setting.prices.device.stream
-            sums[[Sum.OPTIMIZER] if once else [Sum.DEVICE, Sum.BACKWARD_ROOM]] += seconds
+            sums[[Sum.DEVICE_ONCE] if once else [Sum.DEVICE, Sum.BACKWARD_ROOM]] += seconds
         if held.again and self.setting.trains and gathers:
             sums[Sum.BACKWARD_EACH] += forward[0]
             sums[Sum.HOST] += forward[1]
@@ -197,8 +197,13 @@ class ReshardSums:
     def add_casts(self, tensor: NamedTensor, sums: Floats, held: StorageOption, want: Sharding) -> None:
         """Add the casts of a parameter to the dtype of the compute, and of its gradient."""
         prices, trains = self.setting.prices, tensor.requires_grad and self.setting.trains
+
+        def add(size: float, room: Sum, once: bool) -> None:
+            for key, value in self.cast_sums(size, room, once).items():
+                sums[key] += value
+
         size = prices.cast_bytes(tensor.name, held.layout)
-        self._add_cast(sums, size, Sum.FORWARD_ROOM, held.lasting)
+        add(size, Sum.FORWARD_ROOM, held.lasting)
         if size and want.splits == held.layout.splits:
             # Autograd saves the copy.
             sums[Sum.KEPT_GIB] += self.setting.stored_share * self.gib(TensorCut.of(tensor, self.setting), want)
@@ -207,18 +212,21 @@ class ReshardSums:
         deferred = held.defers(want)
         summed = self.setting.options.micro_batches > 1 and deferred
         size = prices.gradient_cast_bytes(tensor.name, want, held.layout, summed)
-        self._add_cast(sums, size, Sum.BACKWARD_ROOM, deferred)
+        add(size, Sum.BACKWARD_ROOM, deferred)
         if held.again:
-            self._add_cast(sums, prices.cast_bytes(tensor.name, held.layout), Sum.BACKWARD_ROOM, once=False)
+            add(prices.cast_bytes(tensor.name, held.layout), Sum.BACKWARD_ROOM, once=False)
 
-    def _add_cast(self, sums: Floats, size: float, room: Sum, once: bool) -> None:
-        prices = self.setting.prices
+    def cast_sums(self, size: float, room: Sum, once: bool) -> dict[Sum, float]:
+        """Return what a cast that reads and writes so many bytes adds to the sums."""
+        prices, call = self.setting.prices, self.setting.call
+        if not size:
+            return {}
         seconds = seconds_of_bytes(size, prices.device)
-        if once:
-            sums[Sum.FORWARD_ONCE if room is Sum.FORWARD_ROOM else Sum.BACKWARD_ONCE] += seconds
-        elif size:
-            sums[[Sum.DEVICE, room]] += seconds
-            sums[Sum.HOST] += prices.launch
+        if not once:
+            return {Sum.DEVICE: seconds, room: seconds, Sum.HOST: prices.launch}
+        if call is not None and call.pipelining is not None and room is Sum.FORWARD_ROOM:
+            return {Sum.FORWARD_ONCE: seconds}  # a stage casts while it waits for its first micro-batch
+        return {Sum.DEVICE_ONCE: seconds, Sum.HOST_ONCE: prices.launch}
 
 
 def kept_early(produced: Sharding, wanted: Sharding, size: Callable[[Sharding], float]) -> bool:

@@ -41,7 +41,7 @@ class StorageVariables(ModelBuilder):
                 kept = (node.name, tensor.name) in self.kept.operands
                 handled = self.tables.handled(tensor, kept, later=number > 0, measured=node is self.product)
                 accumulates = self._accumulated_bytes(tensor) if first else None
-                casts = partial(self.tables.ways.add_casts, tensor) if number == 0 and cut.casts else None
+                casts = tensor if number == 0 and cut.casts else None
                 table = self.tables.parameters(cut, stored, want, handled, accumulates, casts)
                 self.factors.append(Factor((place, self.place["op", node.name]), table))
                 if number == 0 and cut.trained and len(users) > 1:
@@ -74,7 +74,7 @@ class StorageVariables(ModelBuilder):
     def _stored(self, tensor: NamedTensor, uses: tuple[Sharding, ...]) -> tuple[StorageOption, ...]:
         key = "stored", tensor.kind, self._cut(tensor), id(uses), self.bound_layout.stored_key(tensor)
         if key not in self.known:
-            self.known[key] = stored_of(self.setting, self.bound_layout, tensor, uses, self.regather, self.lasting)
+            self.known[key] = stored_of(self.setting, self.bound_layout, tensor, uses, self.regather)
         found: tuple[StorageOption, ...] = self.known[key]
         return found
 

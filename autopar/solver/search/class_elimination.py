@@ -255,9 +255,7 @@ def _min_plus(left: Single, right: Single) -> Single:
     return best.numpy()
 
 
-def _sparse_min_plus(
-    left: Single, right: Single, is_left: NDArray[np.bool_], is_right: NDArray[np.bool_]
-) -> Single:
+def _sparse_min_plus(left: Single, right: Single, is_left: NDArray[np.bool_], is_right: NDArray[np.bool_]) -> Single:
     """Return the same of tables that are infinite almost everywhere."""
     best = np.full((left.shape[1], right.shape[1]), np.inf, dtype=np.float32)
     for row, column, rows, columns in zip(left, right, is_left, is_right, strict=True):

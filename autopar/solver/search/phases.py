@@ -30,12 +30,11 @@ from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.guard_factors import forbid_broken
 from autopar.solver.model.model import Model
-from autopar.solver.model.objective import HOST
 from autopar.solver.model.recompute_variables import STATES, layers_of
 from autopar.solver.search.joined_axes import MOST_AXES, AxisRoles, JoinedAxes, joined_meshes, ways_of
 from autopar.solver.search.lagrangian import LagrangianSearch
 from autopar.solver.search.lower_memory import least_memory, lower_memory, may_fit, splice_plans
-from autopar.solver.search.prove_small import SMALL, is_small
+from autopar.solver.search.prove_small import SMALL
 from autopar.solver.setting import PlanningProblem
 
 
@@ -194,7 +193,6 @@ class SearchPhases:
         self,
         is_limited: bool = False,
         recompute: Mapping[str, Recompute] | None = None,
-        lasting: bool = False,
     ) -> Model:
         """Build the model under the layout's statements about layers and its contracts.
 
@@ -202,9 +200,7 @@ class SearchPhases:
         """
         again = {**(recompute or {}), **self.bound_layout.recompute}
         is_open = self.layers if is_limited and recompute is None else ()
-        made = build(
-            self.setting, self.bound_layout, self.tables, is_limited, again, self.ways, is_open, self.ends, lasting
-        )
+        made = build(self.setting, self.bound_layout, self.tables, is_limited, again, self.ways, is_open, self.ends)
         return forbid_broken(made, self.bound_layout, self.tables)
 
     def offer(self, plan: StepPlan) -> Costs:
@@ -251,21 +247,9 @@ class SearchPhases:
         search.count_once()
         return search
 
-    def search_keep_gathered(
-        self, limit_gib: float, deadline: float, hint: Floats | None = None, lasting: bool = False
-    ) -> LagrangianSearch:
-        """Search again with parameters that stay gathered until the optimizer steps, if the host bounds the step.
-
-        This saves host time only, so the first search leaves it out. Small models always try it. It takes more memory:
-        where no plan fits it is not tried.
-        """
-        is_limited = bool(np.isfinite(limit_gib))
-        if not lasting:
-            search = self.searched(self.model(is_limited), limit_gib, deadline, hint)
-            hint = search.hinge_multipliers()
-            if search.is_short or (hint[HOST] == 0.0 and not is_small(search)):
-                return search
-        return self.searched(self.model(is_limited, lasting=True), limit_gib, deadline, hint)
+    def search_model(self, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:
+        """Search the model of a limit on memory, or that without one."""
+        return self.searched(self.model(is_limited=bool(np.isfinite(limit_gib))), limit_gib, deadline, hint)
 
     def lower_memory(self) -> None:
         """Lower the memory of plans until one fits."""
@@ -303,20 +287,19 @@ def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:
     try:
         if work.least_bytes <= incumbent.limit:
             now = time.monotonic()
-            search = work.search_keep_gathered(np.inf, now + (work.deadline - now) * FREE_SHARE)
+            search = work.search_model(np.inf, now + (work.deadline - now) * FREE_SHARE)
             bound, hint = search.bound, search.hinge_multipliers()
         is_free = incumbent.plan is not None and incumbent.seconds <= incumbent.passed_seconds
         if not is_free and bound < beat_seconds:
-            lasting = hint is not None and bool(hint[HOST] > 0)
-            search = work.search_keep_gathered(incumbent.limit / 2**30, work.deadline, hint, lasting)
+            search = work.search_model(incumbent.limit / 2**30, work.deadline, hint)
             if incumbent.plan is None and hint is not None and not search.is_short:
-                search = work.search_keep_gathered(incumbent.limit / 2**30, work.deadline)
+                search = work.search_model(incumbent.limit / 2**30, work.deadline)
             bound = max(bound, search.bound)
             # The model does not limit the memory of the host, and the copies of all layers share a link: multipliers
             # choose too many. Bound and proof are those of the search with all modes.
             is_far = incumbent.offloads and relative_gap(incumbent.seconds, bound) > OFFLOAD_GAP
             if incumbent.exceeds_host or is_far:
-                without_offload(work).search_keep_gathered(incumbent.limit / 2**30, work.deadline)
+                without_offload(work).search_model(incumbent.limit / 2**30, work.deadline)
     except OutOfTime:
         return SearchResult(search, bound, is_cut=True)
     return SearchResult(search, bound)

@@ -148,10 +148,10 @@ class RelaxedModel:
 
     # -- exact prices
 
-    def price(self, chosen: Sequence[int], around: bool = False) -> int:
-        """Price the rows and columns of the reshards that an answer uses; return how many of these were not exact.
+    def price(self, chosen: Sequence[int], weights: Floats, around: bool = False) -> int:
+        """Price the reshards that an answer uses; return how many of these were not exact.
 
-        With `around`, also the rows and columns of those that were.
+        Of their rows and columns, those are priced that seem to cost less; with `around`, all of them.
         """
         missing, seen = 0, set[tuple[int, ...]]()
         changed = set[int]()
@@ -170,7 +170,12 @@ class RelaxedModel:
             found = relaxed.price(rows, columns)
             missing += found
             if (found or around) and min(at) >= 0:
-                found += relaxed.price(rows, every[1]) + relaxed.price(every[0], columns)
+                nearby = every
+                if not around:
+                    costs = _weighted(relaxed.parts, weights)
+                    own = costs[at[0], at[1]]
+                    nearby = np.flatnonzero(costs[:, at[1]] < own), np.flatnonzero(costs[at[0]] < own)
+                found += relaxed.price(rows, nearby[1]) + relaxed.price(nearby[0], columns)
             if found:
                 changed.add(id(table.parts))
             self.priced += found

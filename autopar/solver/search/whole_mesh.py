@@ -14,7 +14,7 @@ import numpy as np
 from autopar.solver import Floats, relative_gap
 from autopar.solver.infeasible import OutOfTime
 from autopar.solver.model.build import build, plan_of
-from autopar.solver.model.objective import HOST, Hinges, Sum
+from autopar.solver.model.objective import Hinges, Sum
 from autopar.solver.model.relaxed_tables import RelaxedTables
 from autopar.solver.search.bucket_elimination import TooWide
 from autopar.solver.search.phases import SearchPhases
@@ -50,7 +50,6 @@ def prove_whole(work: SearchPhases, multipliers: Floats) -> float:
             tables,
             recompute=work.bound_layout.recompute,
             deadline=work.deadline,
-            lasting=bool(multipliers[HOST] > 0.0),
             has_shared_states=False,
         )
         relaxed = RelaxedModel(model, tables, incumbent.plan)
@@ -62,7 +61,7 @@ def prove_whole(work: SearchPhases, multipliers: Floats) -> float:
         value, chosen = relaxed.least(weights)
         bounds.append(max([value + constant, *bounds[-1:]]))
         incumbent.tell("bound", bounds[-1])
-        is_exact = not relaxed.price(chosen)
+        is_exact = not relaxed.price(chosen, weights)
         stalls = len(bounds) > MOST_STALLED and bounds[-1] - bounds[-1 - MOST_STALLED] < LEAST_RISE * bounds[-1]
         is_close = relative_gap(incumbent.seconds, bounds[-1]) <= CLOSE
         if is_exact or stalls or is_close or time.monotonic() > ends:
@@ -86,7 +85,7 @@ def _offer_exact(work: SearchPhases, relaxed: RelaxedModel, weights: Floats, bou
         if not is_better or is_close or time.monotonic() > ends:
             return
         last = value
-        relaxed.price(chosen, around=True)
+        relaxed.price(chosen, weights, around=True)
 
 
 def _with_room(hinges: Hinges, multipliers: Floats) -> Floats:
