@@ -69,6 +69,8 @@ MOST_ROUNDS = 25
 # in models of at most this many, if the gap is large.
 FEW, MANY = 600, 2500
 WIDE = 0.01
+# Steps from the best multipliers of hinges to their least and their greatest value.
+BLENDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
 # Powers of two by which the best memory multipliers are scaled, too.
 SCANNED = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6)
 MOST_AIMS = 4
@@ -191,6 +193,8 @@ class LagrangianSearch:
         """Improve the multipliers until the gap is closed, nothing moves, or the time is up."""
         if not self.is_limited:
             self._improve()
+            if self.best - self.model_bound > WIDE * self.best and len(self.model.variables) <= MANY:
+                self._blend()
             return
         self.between = self._between()
         if len(self.model.variables) <= FEW:
@@ -224,6 +228,19 @@ class LagrangianSearch:
             self.passed.append(Candidate(chosen, sums, self.hinges.seconds(sums), peak))
         self.highest_multipliers(self.limit_gib - min(0.0, self.least_error_gib))
         return prices
+
+    def _blend(self) -> None:
+        """Find minima beside the best multipliers: their layers trade one kind of traffic for another."""
+        prices = self.hinge_multipliers()
+        is_small = len(self.model.variables) <= FEW
+        ends = list(product((0.0, 1.0), repeat=self.count)) if is_small else [(end,) * self.count for end in (0.0, 1.0)]
+        for step, end in product(BLENDS, ends):
+            if self.is_closed or self.is_late():
+                return
+            weights, _ = self.hinges.weights(prices + step * (np.array(end) - prices))
+            one = self.try_out(self.elimination.candidate(weights))
+            if tuple(one.chosen) not in self.found:
+                self.passed.append(one)
 
     @property
     def is_wide(self) -> bool:
