@@ -33,7 +33,7 @@ from tests.solver.random_problems import Drawn, drawn, program
 ONE, TWO = {"a": 2}, {"a": 2, "b": 4}
 PROGRAMS, PROBLEMS = 48, 6
 MOST_STATES = 2**15
-MOST_PRICED = 500
+MOST_PRICED = 1000
 """Assignments that are priced to see whether one is better."""
 
 
