@@ -179,8 +179,8 @@ class Plan(PlanRecord):
             One plan for each forced line, the rest of the plan unchanged; the fastest first.
 
         >>> first = plan.alternatives("0.weight")[0]
-        >>> first.change, first.plan.step_seconds > plan.step_seconds
-        ('@0.weight[d_ff -> dp, * -> none]', True)
+        >>> "0.weight" in first.change, first.plan.step_seconds > plan.step_seconds
+        (True, True)
         """
         return alternatives(self, name)
 

@@ -77,14 +77,14 @@ def _nothing_broadcast(*arguments: Any) -> Any:
     return None if found is None else replace(found, broadcast=frozenset())
 
 
-_layout = choices._sharding
+_layout = choices.OpShardings._sharding
 
 MUTATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     "kept by all": lambda patch: patch.setattr(local_reshard, "keep_local", _all_keep),
     "even means": lambda patch: patch.setattr(emit._Emitter, "_scaled", _even_share),
     "biases added by all": lambda patch: patch.setattr(Rule, "added_operands", lambda self, factor: frozenset()),
     "linear in anything": _pass_sums_through_anything,
-    "gradients not summed": lambda patch: patch.setattr(choices, "_sharding", _nothing_broadcast),
+    "gradients not summed": lambda patch: patch.setattr(choices.OpShardings, "_sharding", _nothing_broadcast),
 }
 
 
