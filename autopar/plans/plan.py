@@ -179,8 +179,8 @@ class Plan(PlanRecord):
             One plan for each forced line, the rest of the plan unchanged; the fastest first.
 
         >>> first = plan.alternatives("0.weight")[0]
-        >>> "0.weight" in first.change, first.plan.step_seconds > plan.step_seconds
-        (True, True)
+        >>> first.change, first.plan.step_seconds > plan.step_seconds
+        ('param@0.weight, grad@0.weight, opt@0.weight { d_ff -> dp, * -> none }', True)
         """
         return alternatives(self, name)
 
