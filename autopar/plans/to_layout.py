@@ -242,6 +242,3 @@ def choice_words(node: NamedNode, choice: Choice, axes: SubMesh) -> _Choice:
     if idle:
         said.append(("none", idle))
     return tuple(said), tuple(uneven)
-
-
-# -- retargeting -------------------------------------------------------------------------------------------------------

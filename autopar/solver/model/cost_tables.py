@@ -179,7 +179,7 @@ class CostTables:
             return {key: sums[key] for key in Sum if sums[key].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
 
         return self._table(
-            ("parameters", cut, handled, accumulates is not None, casts is not None), stored, wants, made
+            ("parameters", cut, handled, accumulates is not None, casts is not None), stored, wants, made, casts
         )
 
     def shared(self, cut: TensorCut, stored: Sequence[StorageOption], handled: ParameterUse) -> Parts:
@@ -263,11 +263,12 @@ class CostTables:
         rows: Sequence[Any],
         columns: Sequence[Wants],
         made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
+        casts: NamedTensor | None = None,
     ) -> CostTable:
         # Comparing identity is faster than comparing values; the objects are held, so that no id is reused.
         whole = key, id(rows), id(columns)
         if whole not in self.known:
-            self.known[whole] = self._equal(key, rows, columns, made), rows, columns
+            self.known[whole] = self._equal(key, rows, columns, made, casts), rows, columns
         table: CostTable = self.known[whole][0]
         return table
 
@@ -277,8 +278,9 @@ class CostTables:
         rows: Sequence[Any],
         columns: Sequence[Wants],
         made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
+        casts: NamedTensor | None = None,
     ) -> Parts:
-        """Return the sums of all pairs of distinct rows and columns."""
+        """Return the sums of all pairs of distinct rows and columns; `casts` is the parameter that `made` casts."""
         return made(rows, columns)
 
     def _equal(
@@ -287,12 +289,13 @@ class CostTables:
         rows: Sequence[Any],
         columns: Sequence[Wants],
         made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
+        casts: NamedTensor | None = None,
     ) -> CostTable:
         distinct, row_of = numbered(rows)
         wanted, column_of = numbered([tuple(dict.fromkeys(each)) for each in columns])
         named = key, tuple(distinct), tuple(wanted)
         if named not in self.known:
-            self.known[named] = self._made(key, distinct, wanted, made)
+            self.known[named] = self._made(key, distinct, wanted, made, casts)
         parts = self.known[named]
         whole = "table", id(parts), row_of.tobytes(), column_of.tobytes()
         table: CostTable | None = self.known.get(whole)

@@ -71,24 +71,10 @@ class RelaxedTables(CostTables):
         self.bounds = ReshardBounds(setting.prices.reshard_costs, tuple(setting.used))
         # By the identity of their parts.
         self.relaxed: dict[int, RelaxedCosts] = {}
-        # Parameter that the table to be made casts.
-        self.casts: NamedTensor | None = None
 
     def values(self, cut: TensorCut, sources: Sequence[Sharding], wants: Sequence[Wants], use: ValueUse) -> CostTable:
         sums = None if use.sums is None else PartialSums(use.sums.again, lives=False)
         return super().values(cut, sources, wants, use._replace(kept=False, instead=False, sums=sums, moved=False))
-
-    def parameters(
-        self,
-        cut: TensorCut,
-        stored: Sequence[StorageOption],
-        wants: Sequence[Wants],
-        handled: ParameterUse,
-        accumulates: Callable[[Sharding], float] | None = None,
-        casts: NamedTensor | None = None,
-    ) -> CostTable:
-        self.casts = casts
-        return super().parameters(cut, stored, wants, handled, accumulates, casts)
 
     def _made(
         self,
@@ -96,6 +82,7 @@ class RelaxedTables(CostTables):
         rows: Sequence[Any],
         columns: Sequence[Wants],
         made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
+        casts: NamedTensor | None = None,
     ) -> Parts:
         kind, cut, use, *_ = key
         shape = len(rows), len(columns)
@@ -103,8 +90,10 @@ class RelaxedTables(CostTables):
         if cut.roles:
             parts[Sum.FORBIDDEN] += self._unreached(cut, rows, columns)
         if not cut.by_share:
-            bound = self._value_bounds if kind == "values" else self._parameter_bounds
-            bound(parts, cut, rows, columns, use)
+            if kind == "values":
+                self._value_bounds(parts, cut, rows, columns, use)
+            else:
+                self._parameter_bounds(parts, cut, rows, columns, use, casts)
         is_exact = np.zeros(shape, dtype=bool)
         if kind == "values":  # a value that is taken as it is kept costs nothing
             place = {row: i for i, row in enumerate(rows)}
@@ -154,6 +143,7 @@ class RelaxedTables(CostTables):
         rows: Sequence[StorageOption],
         columns: Sequence[Wants],
         use: ParameterUse,
+        casts: NamedTensor | None,
     ) -> None:
         wants = distinct_wants(columns)
         stored, place = numbered([one.layout for one in rows])
@@ -163,7 +153,8 @@ class RelaxedTables(CostTables):
         _, splits = numbered([one.splits for one in (*stored, *wants)])
         own, taken = splits[: len(stored)], splits[len(stored) :]
         lasting = np.array([one.lasting for one in rows])[:, None]
-        waits = (own[place][:, None] == taken[None, :]) | lasting | use.later
+        deferred = (own[place][:, None] == taken[None, :]) | lasting
+        waits = deferred | use.later
 
         at = {want: i for i, want in enumerate(wants)}
 
@@ -177,15 +168,25 @@ class RelaxedTables(CostTables):
         add(Sum.FORWARD_EACH, Sum.FORWARD_ONCE, there, np.broadcast_to(lasting, waits.shape))
         if back is not None:
             add(Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE, back, waits)
-        if self.casts is not None:
-            self._add_casts(parts, self.casts, rows, columns)
+        if casts is not None and wants:
+            firsts = [next(iter(each), None) for each in columns]
+            first = [0 if one is None else at[one] for one in firsts]
+            self._add_casts(parts, casts, rows, firsts, deferred[:, first])
 
     def _add_casts(
-        self, parts: dict[Sum, Floats], tensor: NamedTensor, rows: Sequence[StorageOption], columns: Sequence[Wants]
+        self,
+        parts: dict[Sum, Floats],
+        tensor: NamedTensor,
+        rows: Sequence[StorageOption],
+        firsts: Sequence[Sharding | None],
+        deferred: NDArray[np.bool_],
     ) -> None:
-        """Add the casts of a parameter and of its gradient, as `ReshardSums` does for each pair."""
-        prices, shape = self.setting.prices, (len(rows), len(columns))
-        firsts = [next(iter(each), None) for each in columns]
+        """Add the casts of a parameter and of its gradient, as `ReshardSums` does for each pair.
+
+        `firsts` has the first sharding of each column, and `deferred` whether the gradient waits for the last
+        micro-batch.
+        """
+        prices, shape = self.setting.prices, deferred.shape
         taken = np.array([first is not None for first in firsts])
         lasting = np.array([one.lasting for one in rows])[:, None]
         stored = np.array([prices.cast_bytes(tensor.name, one.layout) for one in rows])[:, None]
@@ -201,8 +202,6 @@ class RelaxedTables(CostTables):
         add(np.broadcast_to(stored, shape), Sum.FORWARD_ROOM, np.broadcast_to(lasting, shape))
         if not (tensor.requires_grad and self.setting.trains):
             return
-        same = [[first is not None and one.layout.splits == first.splits for first in firsts] for one in rows]
-        deferred = np.array(same, dtype=bool).reshape(shape) | lasting
         after = np.array([prices.stored_cast_bytes(tensor.name, one.layout) for one in rows])[:, None]
         before = np.array(
             [

@@ -70,7 +70,7 @@ MOST_ROUNDS = 25
 FEW, MANY = 600, 2500
 WIDE = 0.01
 # Steps from the best multipliers of hinges to their least and their greatest value.
-BLENDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
+BLENDS = (0.02, 0.05, 0.1, 0.2, 0.4)
 # Powers of two by which the best memory multipliers are scaled, too.
 SCANNED = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6)
 MOST_AIMS = 4
@@ -234,10 +234,10 @@ class LagrangianSearch:
         prices = self.hinge_multipliers()
         is_small = len(self.model.variables) <= FEW
         ends = list(product((0.0, 1.0), repeat=self.count)) if is_small else [(end,) * self.count for end in (0.0, 1.0)]
-        for step, end in product(BLENDS, ends):
+        for at in (prices, *(prices + step * (np.array(end) - prices) for step, end in product(BLENDS, ends))):
             if self.is_closed or self.is_late():
                 return
-            weights, _ = self.hinges.weights(prices + step * (np.array(end) - prices))
+            weights, _ = self.hinges.weights(at)
             one = self.try_out(self.elimination.candidate(weights))
             if tuple(one.chosen) not in self.found:
                 self.passed.append(one)

@@ -20,7 +20,7 @@ from autopar.solver.search.elimination import Elimination
 from autopar.solver.search.lagrangian import SHARING_ROUNDS, LagrangianSearch, by_seconds
 from autopar.solver.search.reshard_shares import ReshardShares
 
-__all__ = ["EnumeratedModel", "close", "enumerated", "is_small", "prove_small"]
+__all__ = ["EnumeratedModel", "close", "enumerated", "prove_small"]
 
 
 # -- enumeration -------------------------------------------------------------------------------------------------------
