@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.values import NamedTensor
-from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES
 from autopar.sharding.sharding import OTHER, Sharding
 from autopar.solver import Floats, Ints
 from autopar.solver.candidates import StorageOption
@@ -221,19 +220,18 @@ class RelaxedTables(CostTables):
         gathered_bytes: float,
     ) -> Floats:
         """Return the least share of a parameter in its bucket, for each pair of shardings; 1.0 where it is in none."""
-        # As in `ReshardSums`: with gathers and without.
-        sums = max(LEAST_BYTES, self.ways.total / BUCKETS)
         gathers = there.seconds > 0.0
-        limits = np.where(gathers, max(sums, min(float(BUCKET_BYTES), gathered_bytes)), sums)
         held, wanted = (
             np.array([prod(cut.sizes) / self.bounds.ranks[self.bounds.mask(one.axes)] for one in each])
             for each in (stored, wants)
         )
-        size = np.where(gathers, (held * cut.itemsize)[:, None], 0.0)
+        sent = np.where(gathers, held[:, None], 0.0)
         if back is not None:
-            size = np.maximum(size, np.where(back.seconds > 0.0, (wanted * cut.reduced)[None, :], 0.0))
+            sent = np.maximum(sent, np.where(back.seconds > 0.0, wanted[None, :], 0.0))
+        with_gathers, of_sums = (self.ways.bucket_shares(cut, sent, joined) for joined in (gathered_bytes, None))
+        share = np.where(gathers, with_gathers, of_sums)
         alone = self._alone(cut, stored, wants, there, back)
-        return np.where(alone, 1.0, np.minimum(1.0, size / limits))
+        return np.where(alone, 1.0, share)
 
     def _alone(
         self,

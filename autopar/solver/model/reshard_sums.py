@@ -7,9 +7,11 @@ from collections.abc import Callable, Hashable
 from math import inf, prod
 from typing import NamedTuple
 
+import numpy as np
+
 from autopar.cost.compute.byte_time import seconds_of_bytes
 from autopar.ir.values import NamedTensor
-from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
+from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, SMALL_BYTES, goes_in_bucket
 from autopar.sharding.options import sum_dtype
 from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize
 from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_excess
@@ -87,11 +89,12 @@ class ReshardSums:
         self.moved: dict[tuple[TensorCut, Sharding, Sharding, float], _BucketShare] = {}
         self.elements: dict[Hashable, float] = {}
         self.blocks: dict[str, float] = {}
-        self.total = 0.0
+        summed = 0.0
         for tensor in setting.graph.parameters:
             size = prod(tensor.shape) * tensor.dtype.itemsize
-            self.total += size
+            summed += size * tensor.requires_grad
             self.blocks[block_of(tensor.name)] = self.blocks.get(block_of(tensor.name), 0.0) + size
+        self.summed_bytes = summed
 
     # -- values
 
@@ -165,11 +168,26 @@ class ReshardSums:
             there, back = ways = self._ways_of(cut, stored, want)
             gathers, share, is_sum = any(leg.kind == "all_gather" for leg, _ in there), 1.0, False
             if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
-                limit = min(float(BUCKET_BYTES), gathered_bytes if gathers else max(LEAST_BYTES, self.total / BUCKETS))
-                share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
+                sent = np.array(max(leg.before for leg, _ in (*there, *back)))
+                share = float(self.bucket_shares(cut, sent, gathered_bytes if gathers else None))
                 is_sum = [leg.kind for leg, _ in back] == [StepKind.ALL_REDUCE.value]
             found = self.moved[key] = _BucketShare(self._sent(there, share), self._sent(back, share), gathers, is_sum)
         return found
+
+    def bucket_shares(self, cut: TensorCut, sent: Floats, gathered_bytes: float | None) -> Floats:
+        """Return the least share of a parameter in its bucket, where so many of its elements are sent.
+
+        `gathered_bytes` is None where gradients are only summed. A bucket is full by what its elements take in the
+        compute, in whatever dtype they are summed. Where all that may be joined fits in one bucket, the whole sizes
+        of parameters are compared: however they are split, each kind of them has a bucket.
+        """
+        if gathered_bytes is None:
+            joined, first, limit = self.summed_bytes, SMALL_BYTES, max(LEAST_BYTES, self.summed_bytes / BUCKETS)
+        else:
+            joined, first, limit = gathered_bytes, BUCKET_BYTES, float(BUCKET_BYTES)
+        if joined <= first:
+            return np.full(sent.shape, min(1.0, cut.itemsize * prod(cut.sizes) / max(joined, 1.0)))
+        return np.minimum(1.0, cut.itemsize * sent / limit)
 
     def _ways_of(self, cut: TensorCut, stored: Sharding, want: Sharding) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
         there = cut.steps(self.routes, stored.value, want.value)
