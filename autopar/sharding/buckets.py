@@ -23,6 +23,8 @@ BUCKET_BYTES = 25 * 2**20
 SMALL_BYTES = 2**20
 # Bytes below which splitting a bucket costs more launch time than an earlier start saves.
 LEAST_BYTES = 4 * 2**20
+# Most bytes of a parameter that fills no bucket: alone it costs a launch, and next to nothing beside others.
+TINY_BYTES = 64 * 2**10
 # Least number of buckets of one kind, so that most gradients overlap the backward.
 BUCKETS = 4
 
@@ -144,7 +146,10 @@ def goes_in_bucket(forward: tuple[StepKind, ...], backward: tuple[StepKind, ...]
 
 
 def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[Member]]:
-    """Yield buckets of reshards of one kind, in the order of their first use."""
+    """Yield buckets of reshards of one kind, in the order of their first use.
+
+    Tiny reshards fill no bucket but one of their own, so that none of them is left alone between large ones.
+    """
     found = list(found)
     sizes: dict[tuple[Any, ...], int] = {}
     for one in found:
@@ -159,7 +164,10 @@ def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iter
     for one in found:
         key = _key(one)
         members = open_buckets.setdefault(key, [])
-        if members and sum(member.bytes for member in members) + one.bytes > limits[key][0]:
+        limit = limits[key][0]
+        tiny = min(TINY_BYTES, limit // 16)
+        alike = [member.bytes for member in members if (member.bytes <= tiny) == (one.bytes <= tiny)]
+        if alike and sum(alike) + one.bytes > limit:
             yield list(members)
             members.clear()
             limits[key] = limits[key][1:] or limits[key]  # the first bucket alone may have a limit of its own

@@ -327,8 +327,8 @@ class LiveState:
         # By layer: storages kept as its inputs, and storages made by its recomputed ops.
         self.entering: dict[int, set[int]] = {}
         self.made: dict[int, set[int]] = {}
-        # By layer: parameters that it regathers itself, with the bytes of the buffer of each.
-        self.gathered: dict[int, dict[int, float]] = {}
+        # By layer: parameters that it regathers itself, by bucket.
+        self.gathered: dict[int, list[list[int]]] = {}
 
     def _elsewhere(self, step: LoweredStep) -> dict[str, list[InsertedReshard]]:
         """Return the reshards that the graph has before ops of other stages, by the first op here that needs them."""

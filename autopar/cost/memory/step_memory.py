@@ -203,9 +203,7 @@ class ForwardMemory(LiveState):
         if bucket in self.schedule.inside:
             made = [self.values[one.tensor, one.target] for one in bucket.members]
             self.made.setdefault(self.schedule.inside[bucket], set()).update(made)
-            buffered = len(made) > 1
-            sizes = {one: self.storages.sizes[one] if buffered else 0.0 for one in made}
-            self.gathered.setdefault(self.schedule.inside[bucket], {}).update(sizes)
+            self.gathered.setdefault(self.schedule.inside[bucket], []).append(made)
         for other in self.schedule.ahead.get(bucket.op, ()):
             if other is not bucket and other not in self.flat and not self._is_kept(other):
                 self.flat[other] = self._start_gather(other)
@@ -401,11 +399,11 @@ class StepMemory(ForwardMemory):
         """Allocate the saved tensors of a recomputed layer; each op keeps its own until its backward."""
         lost = self.lost.pop(layer, [])
         made: dict[int, int] = {}
-        gathered = self.gathered.pop(layer, {})
-        # The regather through a buffer precedes the recomputed ops.
-        for one in dict.fromkeys(one for _, one in lost if one in gathered):
-            made[one] = self.storages.new(self.storages.sizes[one])
-        self.storages.touch(sum(gathered.values()))
+        due = {one for _, one in lost}
+        # The regathers precede the recomputed ops; parameters that share a bucket come out of a buffer.
+        for members in self.gathered.pop(layer, []):
+            made.update((one, self.storages.new(self.storages.sizes[one])) for one in members if one in due)
+            self.storages.touch(sum(self.storages.sizes[one] for one in members) if len(members) > 1 else 0.0)
         for op, one in lost:
             if one not in made:
                 made[one] = self.storages.new(self.storages.sizes[one])

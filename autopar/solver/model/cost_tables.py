@@ -19,8 +19,9 @@ from autopar.sharding.offload import LEAST_BYTES
 from autopar.sharding.sharding import Sharding
 from autopar.solver import Floats, Ints
 from autopar.solver.candidates import StorageOption
+from autopar.solver.model.bucket_shares import Joinable
 from autopar.solver.model.objective import Sum
-from autopar.solver.model.reshard_sums import ReshardSums, TensorCut, block_of, kept_early
+from autopar.solver.model.reshard_sums import ReshardSums, TensorCut, kept_early
 from autopar.solver.setting import PlanningProblem
 
 Parts = Mapping[Sum, Floats]
@@ -87,8 +88,8 @@ class ValueUse(NamedTuple):
 class ParameterUse(NamedTuple):
     """Use of a parameter by one op."""
 
-    # Bytes of the layers that are gathered together.
-    gathered: float
+    # Parameters that are gathered together.
+    gathered: Joinable
     # Some op saves it.
     kept: bool
     # The first op that takes the parameter decides if gradients wait for the last micro-batch; for later ops
@@ -110,7 +111,7 @@ class CostTables:
         return TensorCut.of(tensor, self.setting)
 
     def handled(self, tensor: NamedTensor, kept: bool, later: bool = False, measured: bool = False) -> ParameterUse:
-        return ParameterUse(self.ways.blocks.get(block_of(tensor.name), 0.0), kept, later, measured)
+        return ParameterUse(self.ways.gathered(tensor), kept, later, measured)
 
     def values(self, cut: TensorCut, sources: Sequence[Sharding], wants: Sequence[Wants], use: ValueUse) -> CostTable:
         """Return the table of a value: shardings that it has, shardings that are needed."""

@@ -5,7 +5,7 @@ Memory is left out, and so are sums of gradients on the device, which only add t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -18,6 +18,7 @@ from autopar.ir.values import NamedTensor
 from autopar.sharding.sharding import OTHER, Sharding
 from autopar.solver import Floats, Ints
 from autopar.solver.candidates import StorageOption
+from autopar.solver.model.bucket_shares import Joinable
 from autopar.solver.model.cost_tables import (
     CostTable,
     CostTables,
@@ -217,7 +218,7 @@ class RelaxedTables(CostTables):
         wants: Sequence[Sharding],
         there: LeastCosts,
         back: LeastCosts | None,
-        gathered_bytes: float,
+        gathered: Joinable,
     ) -> Floats:
         """Return the least share of a parameter in its bucket, for each pair of shardings; 1.0 where it is in none."""
         gathers = there.seconds > 0.0
@@ -228,10 +229,24 @@ class RelaxedTables(CostTables):
         sent = np.where(gathers, held[:, None], 0.0)
         if back is not None:
             sent = np.maximum(sent, np.where(back.seconds > 0.0, wanted[None, :], 0.0))
-        with_gathers, of_sums = (self.ways.bucket_shares(cut, sent, joined) for joined in (gathered_bytes, None))
-        share = np.where(gathers, with_gathers, of_sums)
+        whole = cut.itemsize * prod(cut.sizes)
+        along = self._along(stored, wants, back is not None)
+        ways = [(one, one.fills(cut.itemsize * sent, whole)) for one in (gathered, self.ways.summed)]
+        share = np.where(gathers, *(one.shares(fills, along) for one, fills in ways))
         alone = self._alone(cut, stored, wants, there, back)
         return np.where(alone, 1.0, share)
+
+    def _along(self, stored: Sequence[Sharding], wants: Sequence[Sharding], is_summed: bool) -> Ints:
+        """Return for each pair the axes along which a parameter is gathered or its gradient summed."""
+
+        def masks(each: Iterable[Iterable[str]]) -> Ints:
+            return np.array([self.bounds.mask(axes) for axes in each], dtype=np.int64)
+
+        gathered = masks(one.axes for one in stored)[:, None] & ~masks(one.axes for one in wants)[None, :]
+        if not is_summed:
+            return gathered
+        summed = masks(one.broadcast for one in wants)[None, :] & ~masks(one.broadcast for one in stored)[:, None]
+        return np.asarray(gathered | summed)
 
     def _alone(
         self,

@@ -11,12 +11,13 @@ import numpy as np
 
 from autopar.cost.compute.byte_time import seconds_of_bytes
 from autopar.ir.values import NamedTensor
-from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, SMALL_BYTES, goes_in_bucket
+from autopar.sharding.buckets import goes_in_bucket
 from autopar.sharding.options import sum_dtype
 from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize
 from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_excess
 from autopar.solver import Floats
 from autopar.solver.candidates import StorageOption
+from autopar.solver.model.bucket_shares import Joinable
 from autopar.solver.model.objective import Sum
 from autopar.solver.setting import PlanningProblem
 
@@ -86,15 +87,21 @@ class ReshardSums:
         self.costs = setting.prices.reshard_costs
         self.routes = ScaledReshards(setting.axes)
         self.prices: dict[Hashable, tuple[float, float]] = {}
-        self.moved: dict[tuple[TensorCut, Sharding, Sharding, float], _BucketShare] = {}
+        self.moved: dict[tuple[TensorCut, Sharding, Sharding, Joinable], _BucketShare] = {}
         self.elements: dict[Hashable, float] = {}
-        self.blocks: dict[str, float] = {}
-        summed = 0.0
+        sizes: dict[str, list[float]] = {}
         for tensor in setting.graph.parameters:
-            size = prod(tensor.shape) * tensor.dtype.itemsize
-            summed += size * tensor.requires_grad
-            self.blocks[block_of(tensor.name)] = self.blocks.get(block_of(tensor.name), 0.0) + size
-        self.summed_bytes = summed
+            sizes.setdefault(_layer_of(tensor.name), []).append(prod(tensor.shape) * tensor.dtype.itemsize)
+        self.used = tuple(setting.used)
+        counts = [setting.axes[axis] for axis in self.used]
+        known = {each: Joinable.gathered(each, counts) for each in {tuple(each) for each in sizes.values()}}
+        self._gathered = {layer: known[tuple(each)] for layer, each in sizes.items()}
+        trained = [tensor for tensor in setting.graph.parameters if tensor.requires_grad]
+        self.summed = Joinable.summed([prod(one.shape) * one.dtype.itemsize for one in trained], counts)
+
+    def gathered(self, tensor: NamedTensor) -> Joinable:
+        """Return the parameters that may be gathered with a tensor: those of its layer, as buckets see it."""
+        return self._gathered.get(_layer_of(tensor.name), self.summed)
 
     # -- values
 
@@ -139,14 +146,14 @@ class ReshardSums:
         cut: TensorCut,
         held: StorageOption,
         want: Sharding,
-        gathered_bytes: float,
+        gathered: Joinable,
         later: bool = False,
     ) -> None:
         """In a bucket, a parameter takes its share of what the fullest bucket takes: no bucket sends a byte in less.
 
-        `gathered_bytes` is what could be gathered together.
+        `gathered` is what could be gathered together.
         """
-        forward, backward, gathers, is_sum = self._moved(cut, held.layout, want, gathered_bytes)
+        forward, backward, gathers, is_sum = self._moved(cut, held.layout, want, gathered)
         sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
         sums[Sum.HOST_ONCE if held.lasting else Sum.HOST] += forward[1]
         deferred = later or held.defers(want)
@@ -161,33 +168,25 @@ class ReshardSums:
             sums[Sum.BACKWARD_EACH] += forward[0]
             sums[Sum.HOST] += forward[1]
 
-    def _moved(self, cut: TensorCut, stored: Sharding, want: Sharding, gathered_bytes: float) -> _BucketShare:
-        key = cut, stored, want, gathered_bytes
+    def _moved(self, cut: TensorCut, stored: Sharding, want: Sharding, gathered: Joinable) -> _BucketShare:
+        key = cut, stored, want, gathered
         found = self.moved.get(key)
         if found is None:
             there, back = ways = self._ways_of(cut, stored, want)
-            gathers, share, is_sum = any(leg.kind == "all_gather" for leg, _ in there), 1.0, False
+            gathers, fill, share, is_sum = any(leg.kind == "all_gather" for leg, _ in there), 1.0, 1.0, False
             if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
-                sent = np.array(max(leg.before for leg, _ in (*there, *back)))
-                share = float(self.bucket_shares(cut, sent, gathered_bytes if gathers else None))
+                joined = gathered if gathers else self.summed
+                sent = cut.itemsize * np.array(max(leg.before for leg, _ in (*there, *back)))
+                fills = joined.fills(sent, cut.itemsize * prod(cut.sizes))
+                fill, share = float(fills), float(joined.shares(fills, np.array(self._along(*there, *back))))
                 is_sum = [leg.kind for leg, _ in back] == [StepKind.ALL_REDUCE.value]
-            found = self.moved[key] = _BucketShare(self._sent(there, share), self._sent(back, share), gathers, is_sum)
+            forward, backward = (self._sent(way, fill, share) for way in ways)
+            found = self.moved[key] = _BucketShare(forward, backward, gathers, is_sum)
         return found
 
-    def bucket_shares(self, cut: TensorCut, sent: Floats, gathered_bytes: float | None) -> Floats:
-        """Return the least share of a parameter in its bucket, where so many of its elements are sent.
-
-        `gathered_bytes` is None where gradients are only summed. A bucket is full by what its elements take in the
-        compute, in whatever dtype they are summed. Where all that may be joined fits in one bucket, the whole sizes
-        of parameters are compared: however they are split, each kind of them has a bucket.
-        """
-        if gathered_bytes is None:
-            joined, first, limit = self.summed_bytes, SMALL_BYTES, max(LEAST_BYTES, self.summed_bytes / BUCKETS)
-        else:
-            joined, first, limit = gathered_bytes, BUCKET_BYTES, float(BUCKET_BYTES)
-        if joined <= first:
-            return np.full(sent.shape, min(1.0, cut.itemsize * prod(cut.sizes) / max(joined, 1.0)))
-        return np.minimum(1.0, cut.itemsize * sent / limit)
+    def _along(self, *way: _Sent) -> int:
+        axes = {axis for leg, _ in way if not leg.local for axis in leg.axes}
+        return sum(1 << self.used.index(axis) for axis in axes)
 
     def _ways_of(self, cut: TensorCut, stored: Sharding, want: Sharding) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
         there = cut.steps(self.routes, stored.value, want.value)
@@ -196,12 +195,14 @@ class ReshardSums:
         assert back is not None, "parameters are stored in full"
         return tuple((leg, cut.itemsize) for leg in there), tuple((leg, cut.reduced) for leg in back)
 
-    def _sent(self, way: tuple[_Sent, ...], share: float) -> tuple[float, float]:
-        """Return link and host seconds of a share of a bucket."""
+    def _sent(self, way: tuple[_Sent, ...], fill: float, share: float) -> tuple[float, float]:
+        """Return link and host seconds of a part of a bucket, and of a share of its start."""
         seconds = host = 0.0
-        for leg, itemsize in way if share else ():
-            cost = self.costs.bucket_step(leg, leg.numel * itemsize / share)
-            seconds, host = seconds + share * cost.seconds, host + share * cost.host_seconds
+        for leg, itemsize in way if fill else ():
+            full = self.costs.bucket_step(leg, leg.numel * itemsize / fill)
+            start = full.seconds if share == fill else self.costs.bucket_step(leg, 1.0).seconds
+            seconds += fill * (full.seconds - start) + share * start
+            host += share * full.host_seconds
         return seconds, host
 
     def add_accumulated(self, sums: Floats, size: float) -> None:
@@ -255,8 +256,7 @@ def kept_early(produced: Sharding, wanted: Sharding, size: Callable[[Sharding], 
     return produced.sums_to(wanted) and size(wanted) <= size(produced)
 
 
-def block_of(name: str) -> str:
-    """Return the layer that a parameter is of, as buckets see it."""
+def _layer_of(name: str) -> str:
     found = re.match(r"(.*?\.\d+)\.", name)
     return found[1] if found else ""
 
