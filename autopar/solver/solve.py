@@ -330,7 +330,7 @@ def _offer_strategies(incumbent: Incumbent, bound: float, deadline: float, until
     """Price published strategies while one could be better and time is left, or while nothing fits."""
     priced = 0
     # Where memory decides, the bound is as sure as the estimates of memory.
-    close = CLOSE if incumbent.seconds <= incumbent.passed_seconds else 0.0
+    close = CLOSE if incumbent.is_free else 0.0
 
     def is_late() -> bool:
         if relative_gap(incumbent.seconds, bound) <= close:

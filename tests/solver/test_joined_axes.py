@@ -79,3 +79,24 @@ def test_a_plan_of_three_axes_computes_what_one_process_does() -> None:
     graph, exact = autopar.trace(model, inputs), autopar.trace(model.double(), inputs)
     plan = solve_plan(graph, AXES, CLUSTER, strategies=False, time_limit=3600).plan
     assert difference_of(exact, plan.assignment, list(inputs.values())) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"dp": 2}, pytest.param({"pod": 2, "dp": 2}, marks=pytest.mark.slow), pytest.param(AXES, marks=pytest.mark.slow)],
+)
+def test_a_plan_that_fits_ends_no_search_under_a_limit(axes: dict[str, int]) -> None:
+    """Neither a plan that is known from the beginning nor one of axes that were joined otherwise."""
+    graph = autopar.trace(*gpt(layers=4, d_model=256, heads=8, vocab=512, seq=512, batch=64, device="meta"))
+    free = solve_plan(graph, axes, CLUSTER, strategies=False, time_limit=3600)
+    least, cold = (
+        solve_plan(
+            graph, axes, CLUSTER, strategies=False, time_limit=3600, memory_bytes=share * free.costs.limited_bytes
+        )
+        for share in (0.4, 0.7)
+    )
+    assert free.costs.step_seconds < cold.costs.step_seconds < least.costs.step_seconds * 0.97
+    limit, warm = 0.7 * free.costs.limited_bytes, {"known": least.plan}
+    found = solve_plan(graph, axes, CLUSTER, strategies=False, time_limit=3600, memory_bytes=limit, warm=warm)
+    assert found.costs.step_seconds <= cold.costs.step_seconds * 1.001
+    assert found.origin == "search"

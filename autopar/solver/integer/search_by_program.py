@@ -48,8 +48,7 @@ def solved_by_program(work: SearchPhases, solver: SolverChoice) -> SearchResult:
             model = work.model()
             solved = _Solved(work, model, solver)
             bound, is_cut = _free(solved), solved.is_cut
-        is_free = incumbent.plan is not None and incumbent.seconds <= incumbent.passed_seconds
-        if not is_free:
+        if model is None or not incumbent.is_free:
             model = work.model(is_limited=True)
             solved = _Solved(work, model, solver)
             bound, is_cut = max(bound, _under_limit(solved)), solved.is_cut

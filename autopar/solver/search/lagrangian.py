@@ -80,6 +80,8 @@ SURELY_FITS = 0.8
 NUDGED = 1e-3
 # Skip evaluate() for candidates whose estimate is this factor above the incumbent.
 HOPELESS = 1.002
+# Also of minima at other multipliers: slower ones are no better spliced with others.
+FAR = 1.5
 # Rounds in which the shares of reshards improve.
 SHARING_ROUNDS, SHARING_ROUNDS_IF_LARGE = 30, 12
 # Largest memory multiplier, in step times per GiB.
@@ -262,7 +264,8 @@ class LagrangianSearch:
             weights, _ = self.hinges.weights(at[: self.count])
             chosen = self.elimination.candidate(weights + 2.0**exponent * at[self.count :] @ MOMENTS)
             self.planes.append(self.model.sums(chosen))
-            self.try_out(chosen)
+            if self.hinges.seconds(self.planes[-1]) <= FAR * self.best:
+                self.try_out(chosen)
 
     def highest_multipliers(self, aim_gib: float) -> Floats:
         """Return the multipliers with the highest bound under a memory estimate of `aim_gib`; no plan is priced."""

@@ -101,6 +101,11 @@ class Incumbent:
         return costs
 
     @property
+    def is_free(self) -> bool:
+        """Return whether no faster plan than the best one was too large: the limit on memory costs nothing so far."""
+        return self.plan is not None and self.seconds <= self.passed_seconds
+
+    @property
     def offloads(self) -> bool:
         """Return whether the best plan has saved tensors of layers on the host."""
         return self.plan is not None and "offload" in self.plan.assignment.recompute.values()
@@ -289,8 +294,7 @@ def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:
             now = time.monotonic()
             search = work.search_model(np.inf, now + (work.deadline - now) * FREE_SHARE)
             bound, hint = search.bound, search.hinge_multipliers()
-        is_free = incumbent.plan is not None and incumbent.seconds <= incumbent.passed_seconds
-        if not is_free and bound < beat_seconds:
+        if not (search is not None and incumbent.is_free) and bound < beat_seconds:
             search = work.search_model(incumbent.limit / 2**30, work.deadline, hint)
             if incumbent.plan is None and hint is not None and not search.is_short:
                 search = work.search_model(incumbent.limit / 2**30, work.deadline)
