@@ -80,7 +80,7 @@ SURELY_FITS = 0.8
 NUDGED = 1e-3
 # Skip evaluate() for candidates whose estimate is this factor above the incumbent.
 HOPELESS = 1.002
-# Also of minima at other multipliers: slower ones are no better spliced with others.
+# Minima at other multipliers that are slower by this factor are not spliced with others.
 FAR = 1.5
 # Rounds in which the shares of reshards improve.
 SHARING_ROUNDS, SHARING_ROUNDS_IF_LARGE = 30, 12
@@ -263,9 +263,14 @@ class LagrangianSearch:
                 return
             weights, _ = self.hinges.weights(at[: self.count])
             chosen = self.elimination.candidate(weights + 2.0**exponent * at[self.count :] @ MOMENTS)
-            self.planes.append(self.model.sums(chosen))
-            if self.hinges.seconds(self.planes[-1]) <= FAR * self.best:
+            sums = self.model.sums(chosen)
+            self.planes.append(sums)
+            seconds, peak = self.hinges.seconds(sums), peak_gib(sums) + self.least_error_gib
+            may_be_best = peak <= self.limit_gib and seconds <= HOPELESS * self.best
+            if may_be_best or len(self.model.variables) <= FEW:
                 self.try_out(chosen)
+            elif seconds <= FAR * self.best:
+                self.passed.append(Candidate(chosen, sums, seconds, peak))  # it may be spliced with others
 
     def highest_multipliers(self, aim_gib: float) -> Floats:
         """Return the multipliers with the highest bound under a memory estimate of `aim_gib`; no plan is priced."""
