@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,8 +14,9 @@ from autopar.plans.plan import Plan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import Outputs
 from autopar.solver.infeasible import NoFeasiblePlan
+from autopar.solver.short_plans import CONTEXT
 
-__all__ = ["in_best_order"]
+__all__ = ["in_best_order", "shapes_in_best_order"]
 
 # A plan that gains less keeps the plain order.
 LEAST_GAIN = 1e-3
@@ -50,3 +52,27 @@ def in_best_order(
     best = found if found.step_seconds < (1 - LEAST_GAIN) * plain.step_seconds else plain
     # No plan of either order is below the lower bound; 0 is none.
     return replace(best, bound_seconds=min(plan.bound_seconds or 0.0 for plan in (found, plain)))
+
+
+def shapes_in_best_order(
+    graph: NamedGraph,
+    devices: int,
+    outputs: Outputs,
+    time_limit: float,
+    search: Callable[[NamedGraph, float], Plan | None],
+) -> Plan | None:
+    """Return the plan of a search of mesh shapes, in the folded order if a fold pays.
+
+    Where that finds no plan, or one without ranks for the sequence, the plain order is searched too. `search` takes a
+    graph and its time limit, and returns None where nothing fits.
+    """
+    ends = time.monotonic() + time_limit
+    folded = fold_that_pays(graph, outputs) if devices > 1 else None
+    if folded is None:
+        return search(graph, time_limit)
+    found = search(folded, time_limit)
+    left = ends - time.monotonic()
+    if found is not None and (left <= 0.0 or CONTEXT in found.mesh.whole):
+        return found
+    plain = search(graph, max(time_limit / 2, left) if found is None else left)
+    return min(filter(None, (plain, found)), key=lambda plan: plan.step_seconds, default=None)

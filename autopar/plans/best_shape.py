@@ -18,7 +18,8 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import MicroBatches
 from autopar.solver.infeasible import NoFeasiblePlan
-from autopar.solver.shapes import Shape, ShapeSearch
+from autopar.solver.mesh_shape import Shape
+from autopar.solver.shapes import ShapeSearch
 from autopar.solver.solve import SolvedPlan
 from autopar.solver.staged_plan import StagedPlan, plan_without_stages, with_bound
 

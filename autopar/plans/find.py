@@ -18,6 +18,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans import cache
 from autopar.plans.best_loss import with_best_loss
+from autopar.plans.best_order import shapes_in_best_order
 from autopar.plans.best_shape import best_of_shapes, share_of
 from autopar.plans.cluster_here import cluster_here
 from autopar.plans.group_capacity import in_slots
@@ -178,13 +179,8 @@ def _proposed(
     graph: NamedGraph, devices: int, request: PlanRequest, progress: Callable[[Progress], None] | None
 ) -> Plan | None:
     """Return the best plan on any mesh, by its shapes; None if the model has no such shapes, or if none fits."""
-    ends, cluster = time.monotonic() + request.time_limit, request.cluster_value()
+    cluster, options = request.cluster_value(), request.options_on(Mesh("dp=1"))
     limit = request.limit_bytes(cluster, None)
-    options = request.options_on(Mesh("dp=1"))
-    search = ShapeSearch.of(graph, cluster, options, devices, limit, ends - request.time_limit / 2)
-    if search is None:
-        return None
-    search.gives_up = ends
 
     def on_mesh(
         mesh: Mesh, layout: Layout | None, seconds: float, beat_seconds: float, shared: int, first: StepPlan | None
@@ -192,9 +188,18 @@ def _proposed(
         until = request.until_one_fits and beat_seconds == math.inf
         # The cache finds a plan by its time limit: the same share in each run.
         each = replace(request, until_one_fits=until, time_limit=request.time_limit / shared, first=first)
+        # In both orders of a sequence.
         return _in_micro_batches(graph, mesh, layout, each, progress, seconds, beat_seconds)
 
-    return best_of_shapes(search, ends, on_mesh, lambda found, mesh: _plan_of(graph, found, mesh, cluster, limit))
+    def search(ordered: NamedGraph, seconds: float) -> Plan | None:
+        ends = time.monotonic() + seconds
+        shapes = ShapeSearch.of(ordered, cluster, options, devices, limit, ends - seconds / 2)
+        if shapes is None:
+            return None
+        shapes.gives_up = ends
+        return best_of_shapes(shapes, ends, on_mesh, lambda found, mesh: _plan_of(ordered, found, mesh, cluster, limit))
+
+    return shapes_in_best_order(graph, devices, options.outputs, request.time_limit, search)
 
 
 def _with_open_micro(graph: NamedGraph, meshes: Sequence[Mesh], layout: str | Path | Layout | None) -> Layout | None:

@@ -1,21 +1,23 @@
 """Search of mesh shapes: stages, ranks that split the batch, the experts or the model, and micro-batches.
 
 A shape is `pp` stages of `dp` times `tp` ranks, with a number of micro-batches. Models with routed rows have shapes of
-`dp` times `ep` ranks besides: all of them split the batch, and those along `ep` the experts. All shapes of a number of
-devices are candidates. Each is first priced at the least it may take: equal work on all ranks, and the waiting time of
-the best schedule. In this order a shape gets plans of its short graph (`pieces`), and from their costs its best stages.
-Shapes whose ranks split the model alike, on as many rows at a time, share the plans: only what is stored and what is
-sent once a step differs. The search ends where no shape can be faster than the best one.
+`dp` times `ep` ranks besides: all of them split the batch, and those along `ep` the experts. Models with a folded
+sequence have shapes whose ranks along `cp` split it. All shapes of a number of devices are candidates. Each is first
+priced at the least it may take: equal work on all ranks, and the waiting time of the best schedule. In this order a
+shape gets plans of its short graph (`pieces`), and from their costs its best stages. Shapes whose ranks split the model
+alike, on as many rows at a time, share the plans: only what is stored and what is sent once a step differs. The search
+ends where no shape can be faster than the best one.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,12 +35,13 @@ from autopar.sharding.reshard.reshard import NoSteps
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver import Floats
 from autopar.solver.infeasible import NoFeasiblePlan
+from autopar.solver.mesh_shape import Shape, Split
 from autopar.solver.segments import STAGES, ModelCosts, model_costs, on_axes, segments_of, stages_of
 from autopar.solver.setting import PlanningProblem
-from autopar.solver.short_plans import BATCH, DATA, EXPERT, MODEL, short_plans
+from autopar.solver.short_plans import BATCH, DATA, short_plans
 from autopar.solver.stage_design import SCHEDULES, ScheduleChoice, StageDesign, design_stages, least_seconds
 
-__all__ = ["PricedShape", "Shape", "ShapeSearch"]
+__all__ = ["PricedShape", "ShapeSearch"]
 
 # More ranks than this do not split one layer: groups of a few nodes are the largest in use.
 MOST_MODEL_RANKS = 64
@@ -53,36 +56,7 @@ NEARLY, MOST_FOLLOWED = 1.03, 2
 # times and bytes on more rows.
 SLACK = 0.97
 
-
-# Ranks that split the model, and ranks that split the experts: shapes of one split share plans.
-Split = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Mesh and micro-batches of a step."""
-
-    stages: int
-    data: int
-    model: int
-    count: int
-    # Rows of a micro-batch on a rank.
-    rows: int
-    # Ranks that split batch and experts.
-    expert: int = 1
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Axes of each stage."""
-        return {DATA: self.data, **({EXPERT: self.expert} if self.expert > 1 else {}), MODEL: self.model}
-
-    @property
-    def split(self) -> Split:
-        return self.model, self.expert
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        return {STAGES: self.stages, **self.axes} if self.stages > 1 else self.axes
+Size = TypeVar("Size", int, Split)
 
 
 @dataclass(frozen=True)
@@ -146,25 +120,42 @@ class ShapeSearch:
 
     def run(self) -> list[PricedShape]:
         """Return the shapes that have plans, fastest first."""
-        node = self.cluster.ranks_together(self.devices)
         by_split: dict[Split, list[Shape]] = {}
         for shape in self.shapes():
             by_split.setdefault(shape.split, []).append(shape)
         # Experts first: what such shapes send grows least with the ranks.
-        of_experts = [split for split in by_split if split[1] > 1]
-        for splits in (of_experts, [split for split in by_split if split[1] == 1]):
-            near = min(splits, key=lambda split: abs(math.log(prod(split) / node)), default=(0, 0))
-            # More ranks that split the model, then fewer, each until the step takes longer.
-            for ladder in (
-                sorted(one for one in splits if one >= near),
-                sorted((one for one in splits if one < near), reverse=True),
-            ):
-                for split in ladder:
-                    before = self.best
-                    self._price_all(by_split[split])
-                    if split != near and self.best >= before and self.found:
-                        break
+        self._price_splits({split: every for split, every in by_split.items() if split.expert > 1})
+        others = {split: every for split, every in by_split.items() if split.expert == 1}
+        contexts = sorted({split.context for split in others})
+        node = self.cluster.ranks_together(self.devices)
+        # The fewest ranks for a sequence with which there is a micro-batch for each stage.
+        least = self.devices / node / self.graph.dims[BATCH].size
+        near = next((one for one in contexts if one >= least), max(contexts, default=1))
+        for context in self._rising(contexts, near):
+            # Beside other ranks for a sequence, the number for the model stays that of the best shape.
+            model = min(self.found, key=lambda one: one.seconds).shape.model if context != near and self.found else None
+            splits = (one for one in others if one.context == context and model in (None, one.model))
+            self._price_splits({split: others[split] for split in splits})
         return sorted(self.found, key=lambda one: one.seconds)
+
+    def _price_splits(self, by_split: Mapping[Split, Sequence[Shape]]) -> None:
+        """Price shapes of some splits, those first that fill a node."""
+        node = self.cluster.ranks_together(self.devices)
+        near = min(by_split, key=lambda split: abs(math.log(split.model * split.expert / node)), default=Split(1))
+        for split in self._rising(by_split, near):
+            self._price_all(by_split[split])
+
+    def _rising(self, every: Iterable[Size], near: Size) -> Iterator[Size]:
+        """Yield larger values from one on, then smaller ones, each until the step takes longer."""
+        for ladder in (
+            sorted(one for one in every if one >= near),
+            sorted((one for one in every if one < near), reverse=True),
+        ):
+            for one in ladder:
+                before = self.best
+                yield one
+                if one != near and self.best >= before and self.found:
+                    break
 
     def promising(self) -> list[PricedShape]:
         """Return the best shape, and others that are nearly as fast; each mesh once, with its best micro-batches."""
@@ -177,8 +168,9 @@ class ShapeSearch:
     def alone(self) -> list[Shape]:
         """Return the shapes of one stage and whole batches whose parameters fit, those that fill a node first."""
         node = self.cluster.ranks_together(self.devices)
-        every = [one for one in self.shapes() if one.stages == 1 == one.count and self.stages_for(one.split) == 1]
-        return sorted(every, key=lambda one: abs(math.log(one.model * one.expert / node)))
+        every = [one for one in self.shapes() if one.stages == one.count == one.context == 1]
+        fitting = [one for one in every if self.stages_for(one.split) == 1]
+        return sorted(fitting, key=lambda one: abs(math.log(one.model * one.expert / node)))
 
     def _price_all(self, shapes: Sequence[Shape]) -> None:
         """Price the shapes of as many model ranks that may be the best."""
@@ -198,10 +190,9 @@ class ShapeSearch:
 
     def stages_for(self, split: Split) -> int:
         """Return the least number of stages whose parameters and gradients take half of the memory."""
-        model, expert = split
         whole, of_experts = self._stored_bytes
-        least = (whole + of_experts / expert) / model / (self.limit / 2)
-        ranks = self.devices // model // expert
+        least = (whole + of_experts / split.expert) / split.model / (self.limit / 2)
+        ranks = self.devices // prod(split)
         return next((one for one in _divisors(ranks) if one >= least), ranks)
 
     @cached_property
@@ -225,24 +216,37 @@ class ShapeSearch:
         """Return the number of experts that ranks may split; 1 for a model without."""
         return math.gcd(*(node.routed for node in self.graph.nodes if node.routed)) or 1
 
+    @cached_property
+    def _contexts(self) -> Sequence[int]:
+        """Return numbers of ranks that split a sequence: a folded one, whose shards have equal work."""
+        fold = self.graph.fold
+        if fold is None:
+            return (1,)
+        positions = self.graph.dims[fold.dim].size
+        return [one for one in _divisors(math.gcd(positions, self.devices)) if one <= MOST_MODEL_RANKS]
+
     def shapes(self) -> Iterator[Shape]:
         """Yield all shapes."""
         batch, layers = self.graph.dims[BATCH].size, self.layers
         for stages in _divisors(self.devices):
             ranks = self.devices // stages
-            splits = [(model, 1) for model in _divisors(ranks) if model <= MOST_MODEL_RANKS]
+            models = [model for model in _divisors(ranks) if model <= MOST_MODEL_RANKS]
+            splits = [Split(model, 1, context) for context in self._contexts for model in models]
             # Ranks that split the experts leave no layer that is too large for one rank.
-            splits += [(1, expert) for expert in _divisors(self._groups)[1:] if ranks % expert == 0]
-            for model, expert in splits:
-                data = ranks // model // expert
-                least = self.stages_for((model, expert)) // FEWEST_STAGES
+            splits += [Split(1, expert) for expert in _divisors(self._groups)[1:]]
+            for split in splits:
+                if ranks % prod(split):
+                    continue
+                model, expert, context = split
+                data = ranks // prod(split)
+                least = self.stages_for(split) // FEWEST_STAGES
                 if not least <= stages <= layers or batch % (data * expert):
                     continue
                 of_rank = batch // (data * expert)
                 for rows in _divisors(of_rank):
                     count = of_rank // rows
                     if ((rows <= MOST_ROWS and rows & (rows - 1) == 0) or count == 1) and (stages == 1 or count > 1):
-                        yield Shape(stages, data, model, count, rows, expert)
+                        yield Shape(stages, data, model, count, rows, expert, context)
 
     @property
     def layers(self) -> int:
@@ -290,9 +294,11 @@ class ShapeSearch:
     def _likely_seconds(self, shape: Shape, layers: int) -> float:
         """Return the least time that the layers' times on fewer model ranks, of as many rows, leave to a shape."""
         least = 0.0
-        for ((model, expert), rows), every in self.layer_seconds.items():
-            if rows >= shape.rows and model <= shape.model and expert == shape.expert:
-                each = every * shape.rows / rows * model / shape.model
+        own = shape.split
+        for (split, rows), every in self.layer_seconds.items():
+            is_less = split.model <= own.model and split.expert == own.expert and split.context <= own.context
+            if rows >= shape.rows and is_less:
+                each = every * shape.rows / rows * prod(split) / prod(own)
                 least = max(least, least_seconds(shape.count * each / shape.stages, shape.stages, shape.count, layers))
         return SLACK * least
 
@@ -409,7 +415,7 @@ class ShapeSearch:
         batch = self.graph.dims[BATCH].size
         # As many stages as memory asks for, and at least two micro-batches of one row for each rank.
         stages, expert = self.stages_for(shape.split), shape.expert
-        ranks = max(1, self.devices // shape.model // expert // stages)
+        ranks = max(1, self.devices // prod(shape.split) // stages)
         data = max(
             (each for each in _divisors(ranks) if batch // expert % each == 0 and batch // expert // each > 1),
             default=1,

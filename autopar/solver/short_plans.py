@@ -16,7 +16,7 @@ from autopar.mesh import SubMesh
 from autopar.rules.ops.routed import COMBINE, DISPATCH
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
-from autopar.sharding.choices import Passing, Site, group_sites, passings_of
+from autopar.sharding.choices import Passing, Site, group_sites, passings_of, sites_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import Axes, DimRule, Hole, MicroBatches, Pin, SplitTerm, TensorPattern
 from autopar.sharding.options import TrainingOptions
@@ -30,12 +30,12 @@ from autopar.solver.search.phases import Incumbent, SearchPhases
 from autopar.solver.segments import with_equal_layers
 from autopar.solver.setting import MicroBatchedCall, PlanningProblem
 
-__all__ = ["BATCH", "DATA", "EXPERT", "MODEL", "short_plans"]
+__all__ = ["BATCH", "CONTEXT", "DATA", "EXPERT", "MODEL", "short_plans"]
 
 BATCH = "batch"
 # Axes of a proposed mesh: ranks that split the batch, those of them that split the experts too, ranks that split the
-# model.
-DATA, EXPERT, MODEL = "dp", "ep", "tp"
+# sequence, and ranks that split the model.
+DATA, EXPERT, CONTEXT, MODEL = "dp", "ep", "cp", "tp"
 # Prices of saved memory at which plans of the short graph are made: shares of the step's time for all of the memory.
 # The first one separates plans of equal time. At the last one recomputing everything is worth its time.
 MEMORY_PRICES = (0.02, 0.4, 4.0)
@@ -54,7 +54,7 @@ def short_plans(
     batch = [axis for axis in (DATA, EXPERT) if axes.get(axis, 1) > 1]
     bound_layout = BoundLayout(sliced, _batch_layout(sliced, tuple(batch)), axes)
     incumbent = Incumbent(setting, math.inf, time.monotonic(), None, bound_layout)
-    ways = _roles(short, sliced, micro, EXPERT in axes) if batch else None
+    ways = _roles(short, sliced, micro, EXPERT in axes) if batch or CONTEXT in axes else None
     work = SearchPhases(setting, bound_layout, incumbent, CostTables(setting), math.inf, ways=ways)
     model = work.model(is_limited=True, recompute={})
     search = LagrangianSearch(model, lambda chosen: (math.inf, 0.0), math.inf, gap=PRECISION)
@@ -87,7 +87,8 @@ def _roles(short: ShortGraph, sliced: NamedGraph, micro: MicroBatches, has_exper
     Ranks that split the batch split the site of an op that micro-batches split. If they split another one, each
     micro-batch moves activations, and what is sent of parameters is less. That pays for large parameters, for rows that
     are routed to other ranks anyway, and for tables of vectors, which stand outside of the layers. An axis for experts
-    splits their groups wherever routed rows meet parameters.
+    splits their groups wherever routed rows meet parameters. One for the sequence splits nothing else, where there is
+    one.
     """
     split = sites_in_time(short.graph, micro)
     if any(_has_large_parameters(short.graph, node) for node in short.graph.nodes if split[node.name]):
@@ -112,8 +113,29 @@ def _roles(short: ShortGraph, sliced: NamedGraph, micro: MicroBatches, has_exper
             # Ops of one kind have the sites of all of them.
             of_sites[axis] = tuple(dict.fromkeys((*of_sites.get(axis, ()), *own)))
             of_passes[axis] = tuple(dict.fromkeys((*of_passes.get(axis, ()), *passing)))
+        of_sequence = _sequence_sites(sliced, node)
+        of_sites[CONTEXT] = tuple(dict.fromkeys((*of_sites.get(CONTEXT, ()), *(of_sequence or every))))
+        of_passes[CONTEXT] = tuple(dict.fromkeys((*of_passes.get(CONTEXT, ()), *(() if of_sequence else passings))))
         of_sites[MODEL], of_passes[MODEL] = every, passings
     return AxisRoles(sites, passes)
+
+
+def _sequence_sites(graph: NamedGraph, node: NamedNode) -> tuple[Site, ...]:
+    """Return the sites of a folded sequence longer than one."""
+    if graph.fold is None:
+        return ()
+    ends = (
+        *zip(node.rule.operands, node.operands, strict=False),
+        *zip(node.rule.outputs, node.outputs, strict=True),
+    )
+    found = set[Site]()
+    for operand, name in ends:
+        tensor = None if name is None else graph.tensors[name]
+        sites = None if tensor is None else sites_of(node, operand, tensor)
+        if tensor is not None and sites is not None:
+            named = zip(tensor.atoms, sites, strict=True)
+            found.update(site for atom, site in named if site is not None and graph.fold.dim in atom.names)
+    return tuple(site for site in _sites(node) if site in found)
 
 
 def _sites(node: NamedNode) -> tuple[Site, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from autopar.sharding.schedules import most_in_flight, orders
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.order_bound import order_bound
+from autopar.solver.search.joined_axes import MOST_AXES
 from autopar.solver.search.lagrangian import LagrangianSearch
 from autopar.solver.search.phases import Incumbent, SearchPhases
 from autopar.solver.segments import STAGES, layer_modes, least_sent_bytes, segments_of, spread, staged
@@ -120,7 +122,7 @@ def with_bound(search: ShapeSearch, priced: PricedShape, solved: SolvedPlan) -> 
     shape, pipelining = priced.shape, solved.plan.assignment.pipelining
     assert pipelining is not None, "a plan with stages"
     micro, network = MicroBatches(shape.count), Network(search.cluster, SubMesh(shape.mesh), search.options.links)
-    least = least_sent_bytes(search.short, micro, shape.data * shape.expert * shape.model)
+    least = least_sent_bytes(search.short, micro, prod(shape.axes.values()))
     send = network.seconds("send", (STAGES,), least) if least else 0.0
     work = sum(stage.pass_seconds for stage in solved.costs.stages)
     shares_cores = search.cluster.device.core_fraction < 1.0
@@ -129,7 +131,12 @@ def with_bound(search: ShapeSearch, priced: PricedShape, solved: SolvedPlan) -> 
     known = None if shares_cores else order_bound(shape.stages, shape.count, *schedule, round(send / work, 6))
     if known is not None and known.passes * work + known.sends * send > passes * work:
         passes, sends = known
-    bound = _bound(_setting(search, priced), pipelining, passes, search.limit) + sends * send
+    if len(_setting(search, priced).used) <= MOST_AXES:
+        bound = _bound(_setting(search, priced), pipelining, passes, search.limit)
+    else:
+        # The model of a whole graph on more axes takes too long: equal shares of the work of one rank.
+        bound = passes * search.ideal_seconds * shape.stages / shape.count
+    bound += sends * send
     return replace(solved, bound_seconds=min(bound, solved.costs.step_seconds))
 
 

@@ -24,10 +24,11 @@ from autopar.sharding.layout.syntax import MicroBatches
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan, slice_in_time
 from autopar.solver import short_plans
+from autopar.solver.mesh_shape import Shape, Split
 from autopar.solver.model.recompute_variables import STATES
 from autopar.solver.search.joined_axes import kind_of
 from autopar.solver.segments import ACTIVATIONS, GROWING, ONCE, ROOMS
-from autopar.solver.shapes import SLACK, Shape, ShapeSearch
+from autopar.solver.shapes import SLACK, ShapeSearch
 from autopar.solver.solve import solve_plan
 from autopar.solver.stage_design import SCHEDULES, _least_seconds, design_stages
 from autopar.solver.staged_plan import StagedPlan, plan_without_stages, with_bound
@@ -192,7 +193,7 @@ def test_experts_have_ranks_of_their_own() -> None:
     search = search_of(mixture(), 16, 10 * 2**30)
     assert {shape.expert for shape in search.shapes()} == {1, 2, 4, 8}
     assert all(shape.model == 1 for shape in search.shapes() if shape.expert > 1)
-    assert search.stages_for((1, 8)) <= search.stages_for((1, 1))
+    assert search.stages_for(Split(1, 8)) <= search.stages_for(Split(1))
     shape = Shape(2, 2, 1, 4, 2, expert=4)
     assert shape in list(search.shapes())
     search.price(shape)
@@ -223,7 +224,7 @@ def test_more_ranks_than_experts() -> None:
         micro, axes = MicroBatches(2), {"dp": 8, "tp": 1}
         layout = parse_layout("batch -> dp; @*experts* { expert -> dp }; * -> none")
         plan = propagate_plan(slice_in_time(search.short.graph, micro), layout, axes)
-        search.pieces[1, 1] = (plan,)
+        search.pieces[Split(1)] = (plan,)
         search.price(Shape(2, data, 1, 4, 64 // data // 4))
         assert bool(search.found) == (data == 8)
 
