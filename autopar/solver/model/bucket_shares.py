@@ -49,20 +49,19 @@ class Joinable(NamedTuple):
     def fills(self, sent: Floats, whole: float) -> Floats:
         """Return the parts of a bucket that a parameter fills, whose bytes are `whole` and those of its shards `sent`.
 
-        A tiny one is sent at the rate of a full bucket, too. Where all fit in one bucket, they are compared before
-        they are split: each kind of them has a bucket.
+        A tiny one fills none. Where all fit in one bucket, they are compared before they are split: each kind of them
+        has a bucket.
         """
         if self.fits:
             return np.full(np.shape(sent), min(1.0, whole / max(self.bytes, 1.0)))
-        return np.minimum(1.0, sent / self.limit)
+        return np.where(sent <= TINY_BYTES, 0.0, np.minimum(1.0, sent / self.limit))
 
     def shares(self, fills: Floats, along: Ints) -> Floats:
         """Return the least shares of a collective for parameters that fill such parts of a bucket, along such axes."""
         if self.fits:
             return fills
         pieces = np.array(self.pieces)[along]
-        found = np.where(pieces, _share_by_pieces(fills, np.maximum(pieces, 1)), fills)
-        return np.where(fills * self.limit <= TINY_BYTES, 0.0, found)
+        return np.where(pieces, _share_by_pieces(fills, np.maximum(pieces, 1)), fills)
 
 
 def _pieces(fills: Floats, axes: Sequence[int]) -> tuple[int, ...]:

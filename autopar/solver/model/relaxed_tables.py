@@ -149,7 +149,7 @@ class RelaxedTables(CostTables):
         stored, place = numbered([one.layout for one in rows])
         there = self.bounds.between(cut.sizes, cut.itemsize, [s.value for s in stored], [t.value for t in wants])
         back = self._back(cut, stored, wants, cut.reduced) if cut.trained else None
-        share = self._bucket_share(cut, stored, wants, there, back, use.gathered)
+        fills, share = self._bucket_share(cut, stored, wants, there, back, use.gathered)
         _, splits = numbered([one.splits for one in (*stored, *wants)])
         own, taken = splits[: len(stored)], splits[len(stored) :]
         lasting = np.array([one.lasting for one in rows])[:, None]
@@ -159,7 +159,8 @@ class RelaxedTables(CostTables):
         at = {want: i for i, want in enumerate(wants)}
 
         def add(each: Sum, once: Sum, least: LeastCosts, is_once: NDArray[np.bool_]) -> None:
-            seconds, host = (least.seconds + share * least.latency)[place], (share * least.host_seconds)[place]
+            seconds = (np.where(fills, least.seconds, 0.0) + share * least.latency)[place]
+            host = (share * least.host_seconds)[place]
             parts[each] += summed_over_wants(np.where(is_once, 0.0, seconds), columns, at, len(rows))
             parts[once] += summed_over_wants(np.where(is_once, seconds, 0.0), columns, at, len(rows))
             parts[Sum.HOST] += summed_over_wants(np.where(is_once, 0.0, host), columns, at, len(rows))
@@ -219,8 +220,11 @@ class RelaxedTables(CostTables):
         there: LeastCosts,
         back: LeastCosts | None,
         gathered: Joinable,
-    ) -> Floats:
-        """Return the least share of a parameter in its bucket, for each pair of shardings; 1.0 where it is in none."""
+    ) -> tuple[NDArray[np.bool_], Floats]:
+        """Return for each pair of shardings if a parameter fills a part of a bucket, and the least share of it.
+
+        The share is 1.0 where it is in no bucket.
+        """
         gathers = there.seconds > 0.0
         held, wanted = (
             np.array([prod(cut.sizes) / self.bounds.ranks[self.bounds.mask(one.axes)] for one in each])
@@ -233,8 +237,9 @@ class RelaxedTables(CostTables):
         along = self._along(stored, wants, back is not None)
         ways = [(one, one.fills(cut.itemsize * sent, whole)) for one in (gathered, self.ways.summed)]
         share = np.where(gathers, *(one.shares(fills, along) for one, fills in ways))
+        is_filled = np.where(gathers, *(fills > 0.0 for _, fills in ways))
         alone = self._alone(cut, stored, wants, there, back)
-        return np.where(alone, 1.0, share)
+        return np.asarray(is_filled | alone), np.where(alone, 1.0, share)
 
     def _along(self, stored: Sequence[Sharding], wants: Sequence[Sharding], is_summed: bool) -> Ints:
         """Return for each pair the axes along which a parameter is gathered or its gradient summed."""

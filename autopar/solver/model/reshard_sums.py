@@ -91,7 +91,7 @@ class ReshardSums:
         self.elements: dict[Hashable, float] = {}
         sizes: dict[str, list[float]] = {}
         for tensor in setting.graph.parameters:
-            sizes.setdefault(_layer_of(tensor.name), []).append(prod(tensor.shape) * tensor.dtype.itemsize)
+            sizes.setdefault(layer_of(tensor.name), []).append(prod(tensor.shape) * tensor.dtype.itemsize)
         self.used = tuple(setting.used)
         counts = [setting.axes[axis] for axis in self.used]
         known = {each: Joinable.gathered(each, counts) for each in {tuple(each) for each in sizes.values()}}
@@ -101,7 +101,7 @@ class ReshardSums:
 
     def gathered(self, tensor: NamedTensor) -> Joinable:
         """Return the parameters that may be gathered with a tensor: those of its layer, as buckets see it."""
-        return self._gathered.get(_layer_of(tensor.name), self.summed)
+        return self._gathered.get(layer_of(tensor.name), self.summed)
 
     # -- values
 
@@ -256,7 +256,8 @@ def kept_early(produced: Sharding, wanted: Sharding, size: Callable[[Sharding], 
     return produced.sums_to(wanted) and size(wanted) <= size(produced)
 
 
-def _layer_of(name: str) -> str:
+def layer_of(name: str) -> str:
+    """Return the layer that a parameter is of, as buckets see it."""
     found = re.match(r"(.*?\.\d+)\.", name)
     return found[1] if found else ""
 

@@ -31,6 +31,7 @@ from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.guard_factors import forbid_broken
 from autopar.solver.model.model import Model
 from autopar.solver.model.recompute_variables import STATES, layers_of
+from autopar.solver.search.join_buckets import JoinedBuckets
 from autopar.solver.search.joined_axes import MOST_AXES, AxisRoles, JoinedAxes, joined_meshes, ways_of
 from autopar.solver.search.lagrangian import LagrangianSearch
 from autopar.solver.search.lower_memory import least_memory, lower_memory, may_fit, splice_plans
@@ -219,8 +220,10 @@ class SearchPhases:
     def search(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:
         """Return a search that offers every plan to the incumbent."""
 
+        buckets = JoinedBuckets(model)
+
         def report(chosen: Sequence[int]) -> tuple[float, float]:
-            costs = self.offer(plan_of(model, chosen))
+            costs = self.offer(plan_of(model, buckets.joined(chosen)))
             return (np.inf if self.incumbent.is_broken else costs.step_seconds), costs.limited_bytes / 2**30
 
         search = LagrangianSearch(model, report, deadline, limit_gib, hint=hint)

@@ -248,6 +248,8 @@ class _SharingGroup:
         old = None if ways.maker is None else tables[ways.maker]
         via = self._via(own, by_mode, ways, weights, len(old) if old is not None and old.ndim == 3 else 1)
         homes = list(self.homes.values())
+        if self._saver is not None:
+            self._discount_unsaved(self._saver, tables, weights)
         if old is None:
             new = own.copy()
             new[homes] = np.minimum(own[homes], own[homes] + via.min(axis=(0, 1)))
@@ -278,7 +280,7 @@ class _SharingGroup:
         for mode in range(max([modes, *map(len, by_mode)])):
             direct = total = own + sum(table[mode] for table in by_mode)
             copies: float | Floats = 0.0
-            if self._is_saved(mode):
+            if self._saver is not None or self._is_saved(mode):
                 kept_here = kept + sum(table[mode] for table in kept_by_mode)
                 total, copies = total - kept_here, kept_here[homes]
                 if not self._is_moved(mode):
@@ -288,10 +290,45 @@ class _SharingGroup:
             found.append(once + total[:, None] + copies - direct[None, homes])
         return np.stack(found)
 
+    @cached_property
+    def _saver(self) -> int | None:
+        """Return an op of another layer than the one that makes the value, in some of whose modes the value is saved.
+
+        Its table tells the mode; that of the op that makes the value does not.
+        """
+        _, ways = self.members[0]
+        if ways is None or ways.modes or self.one.is_made_in_layer or not self.one.is_in_layer:
+            return None
+        saved = [self._is_saved_in(mode) for mode in range(max(len(use.saves) for use in self.one.uses))]
+        by_mode = (i for i, use in enumerate(self.one.uses) if self._is_by_mode(use.factor))
+        return next(by_mode, None) if any(saved) and not all(saved) else None
+
+    def _is_by_mode(self, factor: int | None) -> bool:
+        return factor is not None and isinstance(self.model.factors[factor].table, FactorByMode)
+
+    def _discount_unsaved(self, saver: int, tables: list[Floats], weights: Floats) -> None:
+        """Let homes take the least memory of any state in modes in which no op saves the value as it takes it."""
+        factor = self.one.uses[saver].factor
+        assert factor is not None, self.one.tensor.name
+        saving, new = np.where(_IS_SAVING, weights, 0.0), tables[factor].copy()
+        parts = self.model.variables[self.one.place].parts
+        kept = sum((weigh(each, saving) for each in parts), np.zeros(len(self.states)))
+        homes = list(self.homes.values())
+        for mode in range(len(new)):
+            if not self._is_saved_in(mode):
+                new[mode, homes] -= (kept[homes] - kept.min())[:, None]
+        for other, _ in self.members:
+            number = other.uses[saver].factor
+            assert number is not None, other.tensor.name
+            tables[number] = new
+
+    def _is_saved_in(self, mode: int) -> bool:
+        return any(self._at(use.saves, mode) for use in self.one.uses)
+
     def _is_saved(self, mode: int) -> bool:
         """Return whether an op saves what it takes, in a mode of the layer or in all modes where layers differ."""
         if self.one.is_made_in_layer:
-            return any(self._at(use.saves, mode) for use in self.one.uses)
+            return self._is_saved_in(mode)
         return any(all(use.saves) for use in self.one.uses)
 
     def _is_moved(self, mode: int) -> bool:
