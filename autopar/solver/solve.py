@@ -41,6 +41,7 @@ from autopar.solver.integer.search_by_program import (
     solved_by_program,
     unsolved_error,
 )
+from autopar.solver.less_memory import offer_with_less_memory
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.search.phases import (
     Incumbent,
@@ -77,6 +78,8 @@ CLOSE = 1e-3
 
 # Strategies that are priced in any case: those of one axis come first, are quick, and are often good.
 LEAST_PRICED = 3
+# Strategies that take too much memory as they are, and are priced with less.
+MOST_SHRUNK = 8
 
 
 @dataclass(frozen=True)
@@ -340,10 +343,16 @@ def _offer_strategies(incumbent: Incumbent, bound: float, deadline: float, until
             return time.monotonic() > deadline
         return incumbent.plan is not None and priced >= LEAST_PRICED and time.monotonic() > deadline
 
+    too_large: list[tuple[float, str, StepPlan, Costs]] = []
     for name, plan in strategy_plans(incumbent.setting, is_late):
         if incumbent.may_improve(plan):
-            incumbent.offer(name, plan)
+            costs = incumbent.offer(name, plan)
+            if costs.limited_bytes > incumbent.limit:
+                too_large.append((costs.step_seconds, name, plan, costs))
         priced += 1
+    for seconds, name, plan, costs in sorted(too_large, key=lambda one: one[0])[:MOST_SHRUNK]:
+        if seconds < incumbent.seconds and not is_late():
+            offer_with_less_memory(incumbent, name, plan, costs)
 
 
 # -- plans of published strategies -------------------------------------------------------------------------------------
