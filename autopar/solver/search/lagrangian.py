@@ -74,6 +74,8 @@ BLENDS = (0.02, 0.05, 0.1, 0.2, 0.4)
 # Powers of two by which the best memory multipliers are scaled, too.
 SCANNED = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6)
 MOST_AIMS = 4
+# Minima that are priced although other multipliers have a higher bound.
+MOST_LOOKED = 2
 # A plan of many variables estimated below this fraction of the limit is taken to fit.
 SURELY_FITS = 0.8
 # Relative change of memory multipliers: up for a plan that fits, down for a faster one.
@@ -199,6 +201,7 @@ class LagrangianSearch:
                 self._blend()
             return
         self.between = self._between()
+        self._try_looked()
         if len(self.model.variables) <= FEW:
             self.widen()
 
@@ -230,6 +233,23 @@ class LagrangianSearch:
             self.passed.append(Candidate(chosen, sums, self.hinges.seconds(sums), peak))
         self.highest_multipliers(self.limit_gib - min(0.0, self.least_error_gib))
         return prices
+
+    def _try_looked(self) -> None:
+        """Price the best minima of earlier multipliers that fit; keep faster ones that do not, to be spliced."""
+        priced = 0
+        every = zip(self.looked, self.answers, strict=True)
+        for least, (_, prices) in sorted(every, key=lambda one: self.hinges.seconds(one[0].sums)):
+            if self.is_closed or self.is_late() or self.hinges.seconds(least.sums) > HOPELESS * self.best:
+                return
+            fits = peak_gib(least.sums) + self.least_error_gib <= self.limit_gib
+            if priced < MOST_LOOKED and fits:
+                priced += 1
+                self.try_out(self._candidate(prices, 1.0))
+            elif not fits:
+                chosen = self._candidate(prices, 1.0)
+                sums = self.model.sums(chosen)
+                peak = peak_gib(sums) + self.least_error_gib
+                self.passed.append(Candidate(chosen, sums, self.hinges.seconds(sums), peak))
 
     def _blend(self) -> None:
         """Find minima beside the best multipliers: their layers trade one kind of traffic for another."""

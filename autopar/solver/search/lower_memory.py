@@ -22,6 +22,8 @@ LESS = 1e-3
 ALIKE = 2e-3
 # Plans of each kind that are spliced, and splices priced.
 SPLICED_IF_SMALL, SPLICED, SPLICED_IF_LARGE = (4, 20), (4, 12), (2, 5)
+# Where a splice promises so much, more of them are priced by this factor.
+PROMISING, PATIENT = 0.02, 3
 # Rounds, and the gain that each but the last must reach.
 MOST_ROUNDS, WORTHWHILE = 3, 1e-3
 
@@ -101,12 +103,15 @@ def _splice(search: LagrangianSearch, most_ends: int, most_priced: int) -> None:
     else:
         pairs = [(fits[0], other) for other in _unlike(sorted(others, key=by_seconds), most_ends)]
     pairings = [_spliced(search, *ordered) for one, other in pairs for ordered in ((one, other), (other, one))]
-    most_found, is_large, in_vain = len(search.found) + most_priced, len(search.model.variables) > MANY, 0
-    while pairings and len(search.found) < most_found and in_vain < (1 if is_large else 2):
+    before, is_large, in_vain = len(search.found), len(search.model.variables) > MANY, 0
+    while pairings and in_vain < (1 if is_large else 2):
         splices = min(pairings, key=lambda each: each.least(search.limit_gib)[0])
         seconds, place = splices.least(search.limit_gib)
         best = search.best
         if seconds >= best * (1 - search.gap) or search.is_late():
+            return
+        most = most_priced * (PATIENT if seconds < best * (1 - PROMISING) else 1)
+        if len(search.found) - before >= most:
             return
         found = search.try_out(splices.at(place))
         splices.tell(place, found.error_gib)
