@@ -114,7 +114,7 @@ class JoinedBuckets:
         assert there is not None, "parameters are stored in full"
         assert back is not None, "parameters are stored in full"
         ways = [tuple((StepKind(leg.kind), leg.axes) for leg in way) for way in (there, back)]
-        if all(kind in LOCAL for way in ways for kind, _ in way):
+        if not any(map(_sent, ways)):
             return NOTHING
         in_bucket = goes_in_bucket(*(tuple(kind for kind, _ in way) for way in ways))
         alone = None if in_bucket else (one.place, held)

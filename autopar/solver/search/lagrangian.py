@@ -227,10 +227,7 @@ class LagrangianSearch:
             aim = max(self.aim_gib, (aim + least) / 2)
         if prices[self.count :].any():
             # A fast plan that takes too much memory: spliced with others it may fit.
-            chosen = self._candidate(prices, 1 - NUDGED)
-            sums = self.model.sums(chosen)
-            peak = peak_gib(sums) + self.least_error_gib
-            self.passed.append(Candidate(chosen, sums, self.hinges.seconds(sums), peak))
+            self.passed.append(self._estimated(self._candidate(prices, 1 - NUDGED)))
         self.highest_multipliers(self.limit_gib - min(0.0, self.least_error_gib))
         return prices
 
@@ -246,10 +243,7 @@ class LagrangianSearch:
                 priced += 1
                 self.try_out(self._candidate(prices, 1.0))
             elif not fits:
-                chosen = self._candidate(prices, 1.0)
-                sums = self.model.sums(chosen)
-                peak = peak_gib(sums) + self.least_error_gib
-                self.passed.append(Candidate(chosen, sums, self.hinges.seconds(sums), peak))
+                self.passed.append(self._estimated(self._candidate(prices, 1.0)))
 
     def _blend(self) -> None:
         """Find minima beside the best multipliers: their layers trade one kind of traffic for another."""
@@ -283,14 +277,13 @@ class LagrangianSearch:
                 return
             weights, _ = self.hinges.weights(at[: self.count])
             chosen = self.elimination.candidate(weights + 2.0**exponent * at[self.count :] @ MOMENTS)
-            sums = self.model.sums(chosen)
-            self.planes.append(sums)
-            seconds, peak = self.hinges.seconds(sums), peak_gib(sums) + self.least_error_gib
-            may_be_best = peak <= self.limit_gib and seconds <= HOPELESS * self.best
+            one = self._estimated(chosen)
+            self.planes.append(one.sums)
+            may_be_best = one.peak_gib <= self.limit_gib and one.seconds <= HOPELESS * self.best
             if may_be_best or len(self.model.variables) <= FEW:
                 self.try_out(chosen)
-            elif seconds <= FAR * self.best:
-                self.passed.append(Candidate(chosen, sums, seconds, peak))  # it may be spliced with others
+            elif one.seconds <= FAR * self.best:
+                self.passed.append(one)  # it may be spliced with others
 
     def highest_multipliers(self, aim_gib: float) -> Floats:
         """Return the multipliers with the highest bound under a memory estimate of `aim_gib`; no plan is priced."""
@@ -315,6 +308,11 @@ class LagrangianSearch:
         weights = weights + share * prices[self.count :] @ MOMENTS
         near = min(self.looked, key=lambda least: float(weights @ least.sums))
         return self.elimination.candidate(weights, near.chosen)
+
+    def _estimated(self, chosen: list[int]) -> Candidate:
+        """Return an assignment that is not priced; no plan is taken to need less memory than a priced one does."""
+        sums = self.model.sums(chosen)
+        return Candidate(chosen, sums, self.hinges.seconds(sums), peak_gib(sums) + self.least_error_gib)
 
     def record_fitting(self, chosen: list[int]) -> Candidate | None:
         """Record a plan that surely fits without pricing it; spliced with others it gives a faster one."""

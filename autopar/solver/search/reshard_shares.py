@@ -227,10 +227,7 @@ class _SharingGroup:
             count = len(old) if old.ndim == 3 else 1
             less = [self._discounted(i, own, prices, mode) for mode in range(count)]
             new = old - (np.stack(less) if old.ndim == 3 else less[0])
-            for other, _ in self.members:
-                number = other.uses[i].factor
-                assert number is not None, other.tensor.name
-                tables[number] = new
+            self._set_table(i, tables, new)
 
     def _discounted(self, i: int, wants: list[int], prices: Mapping[bool, Floats], mode: int) -> Floats:
         """Return by how much less an op pays in a mode, for each state of the tensor and each of its options."""
@@ -273,8 +270,7 @@ class _SharingGroup:
         """
         numbers, homes = list(self.homes), list(self.homes.values())
         saving = np.where(_IS_SAVING, weights, 0.0)
-        parts = self.model.variables[self.one.place].parts
-        kept = sum((weigh(each, saving) for each in parts), np.zeros(len(own)))
+        kept = self._kept(weights)
         kept_by_mode = [self.model.factors[number].table.weighted(saving) for number in ways.modes]
         found = []
         for mode in range(max([modes, *map(len, by_mode)])):
@@ -310,17 +306,24 @@ class _SharingGroup:
         """Let homes take the least memory of any state in modes in which no op saves the value as it takes it."""
         factor = self.one.uses[saver].factor
         assert factor is not None, self.one.tensor.name
-        saving, new = np.where(_IS_SAVING, weights, 0.0), tables[factor].copy()
-        parts = self.model.variables[self.one.place].parts
-        kept = sum((weigh(each, saving) for each in parts), np.zeros(len(self.states)))
-        homes = list(self.homes.values())
+        kept, new, homes = self._kept(weights), tables[factor].copy(), list(self.homes.values())
         for mode in range(len(new)):
             if not self._is_saved_in(mode):
                 new[mode, homes] -= (kept[homes] - kept.min())[:, None]
+        self._set_table(saver, tables, new)
+
+    def _kept(self, weights: Floats) -> Floats:
+        """Return the weighted memory of each state alone."""
+        saving = np.where(_IS_SAVING, weights, 0.0)
+        parts = self.model.variables[self.one.place].parts
+        return sum((weigh(each, saving) for each in parts), np.zeros(len(self.states)))
+
+    def _set_table(self, use: int, tables: list[Floats], table: Floats) -> None:
+        """Replace the table of an op in all equal tensors."""
         for other, _ in self.members:
-            number = other.uses[saver].factor
+            number = other.uses[use].factor
             assert number is not None, other.tensor.name
-            tables[number] = new
+            tables[number] = table
 
     def _is_saved_in(self, mode: int) -> bool:
         return any(self._at(use.saves, mode) for use in self.one.uses)
