@@ -169,6 +169,8 @@ class _Transport(TorchDispatchMode):
         if name.endswith("_coalesced"):
             buffers, *given = args
             return [self._collective(name, buffer, *given) for buffer in buffers]
+        if name.endswith("_out"):
+            return kwargs["out"].copy_(self._collective(name.removesuffix("_out"), *args))
         return self._collective(name, *args)
 
     def _collective(self, name: str, buffer: Tensor, *given: Any) -> Tensor:

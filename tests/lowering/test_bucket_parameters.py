@@ -148,8 +148,10 @@ def test_gradients_are_those_of_single_conversions(layout: str, mesh: str, limit
 def test_large_tensors_are_sent_from_where_they_lie(layout: str, mesh: str, alone_bytes: int) -> None:
     for error, sent in launch(sent_alone, layout, mesh, alone_bytes, ranks=Mesh(mesh).size):
         assert error < 1e-12
-        assert sent["reduce_scatter_tensor_coalesced"] > 0
-        assert sent["all_gather_into_tensor_coalesced"] > 0
+        scattered = sent["reduce_scatter_tensor_coalesced"]
+        assert scattered > 0
+        # Gathers on Gloo are one for each tensor.
+        assert sent["all_gather_into_tensor"] > scattered + sent.get("reduce_scatter_tensor", 0)
 
 
 def test_data_parallel_reduces_all_gradients_at_once() -> None:

@@ -51,10 +51,11 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "_c10d_functional" and name != "wait_tensor":
-            self.counts[name.rstrip("_")] += 1
+            kind = name.removesuffix("_out").rstrip("_")
+            self.counts[kind] += 1
             tensors = args[0] if isinstance(args[0], list) else [args[0]]
             kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
-            self.dtypes.setdefault(name.rstrip("_"), set()).update(kinds)
+            self.dtypes.setdefault(kind, set()).update(kinds)
         return func(*args, **(kwargs or {}))
 
 
@@ -66,6 +67,7 @@ GIVEN: Mapping[str, tuple[str, int]] = {
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
     "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
     "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", 0),
     "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", 0),
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),

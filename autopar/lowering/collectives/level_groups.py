@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from autopar.lowering.collectives.gather import begin_gather
+
 __all__ = ["LevelChain", "LevelGroups", "sum_by_level"]
 
 
@@ -47,7 +49,7 @@ class LevelGroups:
             place = 2 * scattered - number
             group, ranks = self.groups[place]
             # The padding of the phases inside goes before the outer ones gather.
-            sent = ops.all_gather_into_tensor(x[: lengths[place + 1]].contiguous(), ranks, group)
+            sent = begin_gather(x[: lengths[place + 1]].contiguous(), ranks, group)
         return sent
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.lowering.collectives.gather import begin_gather
 from autopar.lowering.collectives.key_ring import LocalKeyRing
 from autopar.lowering.collectives.level_groups import sum_by_level
 from autopar.lowering.collectives.local_steps import LocalStep, bind, finish, keep_local, prepare
@@ -151,8 +152,7 @@ def _all_reduce(move: LocalStep, buffer: Tensor) -> Tensor:
 
 
 def _all_gather(move: LocalStep, buffer: Tensor) -> Tensor:
-    sent: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(buffer, move.ranks, move.group)
-    return sent
+    return begin_gather(buffer, move.ranks, move.group)
 
 
 def _reduce_scatter(move: LocalStep, buffer: Tensor) -> Tensor:
@@ -176,12 +176,15 @@ SENDERS: Mapping[StepKind, Callable[[LocalStep, Tensor], Tensor]] = {
 
 
 def send_all(move: LocalStep, buffers: list[Tensor]) -> list[Tensor]:
-    """Start one collective on several flat buffers."""
+    """Start one collective on several flat buffers, or one on each."""
     ops = torch.ops._c10d_functional
     sent: list[Tensor]
+    gathers = move.kind is StepKind.ALL_GATHER
     if len(buffers) == 1 or not all(is_known(buffer.dtype, gathered=True) for buffer in buffers):
         return [send(move, buffer) for buffer in buffers]
-    if move.kind is StepKind.ALL_GATHER:
+    if gathers and all(buffer.is_cpu for buffer in buffers):  # see `begin_gather`
+        return [send(move, buffer) for buffer in buffers]
+    if gathers:
         sent = ops.all_gather_into_tensor_coalesced(buffers, move.ranks, move.group)
     else:
         assert move.kind is StepKind.REDUCE_SCATTER, f"{move.kind} is for one buffer"
