@@ -302,7 +302,7 @@ def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
     if is_searched_whole(work):
         ended = settle(work, beat_seconds)
         # The bound by classes knows no limit on memory, so that of the search is higher under one.
-        is_wide = ended.search is not None and ended.search.elimination.cuts_gradients and not ended.search.is_limited
+        is_wide = ended.search is not None and ended.search.elimination.hub is not None and not ended.search.is_limited
         return replace(ended, bound=max(ended.bound, _whole_bound(work, ended, beat_seconds))) if is_wide else ended
     try:
         work = replace(work, ways=promising_choices(work))

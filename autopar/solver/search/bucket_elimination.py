@@ -11,8 +11,10 @@ own least, and the answer is a lower bound.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -48,6 +50,19 @@ class SharedTableElimination:
     shapes: tuple[tuple[int, ...], ...] = ()
     # For each pattern and bucket, the first equal bucket.
     firsts: dict[object, list[int]] = field(default_factory=dict)
+
+    @cached_property
+    def largest(self) -> int:
+        """Return the number of entries of the largest table that is made, before its variable is minimised."""
+        return max(map(self._entries, self.buckets), default=0)
+
+    def nodes_of_large(self, entries: int) -> Counter[int]:
+        """Return in how many tables of more than these entries each variable is."""
+        large = [bucket for bucket in self.buckets if self._entries(bucket) > entries]
+        return Counter(node for each in large for node in (each.node, *each.others) if self.sizes[node] > 1)
+
+    def _entries(self, bucket: _EliminationStep) -> int:
+        return prod([self.sizes[other] for other in bucket.others], start=self.sizes[bucket.node])
 
     def solve(
         self, costs: Sequence[Floats], tables: Sequence[Floats], pattern: object = None
@@ -132,9 +147,9 @@ def _best(own: Floats, parts: Sequence[_Part], at: tuple[int, ...]) -> int:
 
 
 def elimination_order(
-    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: int = LARGEST_TABLE
+    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: float = LARGEST_TABLE
 ) -> SharedTableElimination:
-    """Return an elimination order that makes the smallest table next."""
+    """Return an elimination order that makes the smallest table next, unless a table is too large."""
     neighbours: list[set[int]] = [set() for _ in sizes]
     # A node of one strategy is no neighbour: arrays have at most 64 axes, and a shared value may have more users.
     scopes = [tuple(node for node in scope if sizes[node] > 1) or scope[:1] for scope in scopes]
@@ -169,7 +184,7 @@ def elimination_order(
     )
 
 
-def _order(sizes: Sequence[int], neighbours: list[set[int]], largest: int) -> list[tuple[int, set[int]]]:
+def _order(sizes: Sequence[int], neighbours: list[set[int]], largest: float) -> list[tuple[int, set[int]]]:
     """Yield the next variables: all whose tables are smallest, before any that become small by their elimination.
 
     Equal parts of a model are so eliminated side by side and share results.

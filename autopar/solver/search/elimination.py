@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.solver import Floats
 from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import Model
-from autopar.solver.search.bucket_elimination import SharedTableElimination, TooWide, elimination_order, fixed
+from autopar.solver.search.bucket_elimination import SharedTableElimination, elimination_order, fixed
 from autopar.solver.search.reshard_shares import ReshardShares
 
 __all__ = ["Elimination", "light_variables"]
@@ -50,21 +51,23 @@ class Elimination:
         """Cut variables until the rest can be eliminated.
 
         First values without a gradient, which are small or are sent one way only. Larger tables are tried before any
-        other variable is cut; then those with most neighbours go.
+        other variable is cut; then that goes which is in most of the tables that are too large.
         """
         scopes = tuple(factor.scope for factor in model.factors)
-        degree = Counter(node for scope in scopes for node in scope)
-        light = light_variables(model)
-        heavy = sorted(set(range(len(model.variables))).difference(light), key=lambda node: (-degree[node], node))
-        tries = [((), LARGEST_TABLE), (tuple(light), LARGEST_TABLE), ((), LARGEST_UNCUT), (tuple(light), LARGEST_UNCUT)]
-        counts = (2**i - 1 for i in range(1, len(heavy).bit_length() + 1))
-        for cut, largest in (*tries, *(((*light, *heavy[:count]), LARGEST_TABLE) for count in counts)):
-            try:
-                plan = _folded(model, scopes, cut, largest)
-                return Elimination(model, scopes, cut, plan, _CutVariables.of(model, scopes, cut))
-            except TooWide:
-                continue
-        raise AssertionError("with everything cut, nothing is wide")
+        cut: tuple[int, ...] = ()
+        plan = whole = _folded(model, scopes, cut)
+        if whole.largest > LARGEST_TABLE:
+            cut = tuple(light_variables(model))
+            plan = _folded(model, scopes, cut)
+            if whole.largest <= LARGEST_UNCUT and plan.largest > LARGEST_TABLE:
+                cut, plan = (), whole
+        if plan.largest > LARGEST_UNCUT:
+            degree = Counter(node for scope in scopes for node in scope)
+            while plan.largest > LARGEST_TABLE:
+                often = plan.nodes_of_large(LARGEST_TABLE)
+                cut = *cut, max(often, key=lambda node: (often[node], degree[node], -node))
+                plan = _folded(model, scopes, cut)
+        return Elimination(model, scopes, cut, plan, _CutVariables.of(model, scopes, cut))
 
     def least(self, weights: Floats) -> WeightedMinimum:
         """Return a lower bound on the weighted sum of all assignments."""
@@ -78,6 +81,28 @@ class Elimination:
         weighted = _WeightedModel(self.model, weights, self.scopes)
         shares.discount(weighted.costs, weighted.tables, weights)
         return self._solved(weighted, dict.fromkeys(self.cut), shares)
+
+    def least_by_hub(self, weights: Floats, shares: ReshardShares) -> Iterator[float]:
+        """Yield a lower bound on the assignments in which the hub has a state, for each of its states.
+
+        As in `least_once`, no reshard counts more than once.
+        """
+        assert self.hub is not None, "a variable is cut"
+        weighted = _WeightedModel(self.model, weights, self.scopes)
+        shares.discount(weighted.costs, weighted.tables, weights)
+        for state in range(len(self.model.variables[self.hub].states)):
+            cut = {**dict.fromkeys(self.cut), self.hub: state}
+            costs, tables, constant = weighted.without(cut, self.touched)
+            yield self.plan.solve(costs, tables, pattern=(shares, self.hub))[0] + constant
+
+    @cached_property
+    def hub(self) -> int | None:
+        """Return the cut variable with a gradient that most factors have: its cut costs much of the bound."""
+        light = set(light_variables(self.model))
+        degree = Counter(node for scope in self.scopes for node in scope)
+        return max(
+            (node for node in self.cut if node not in light), key=lambda node: (degree[node], -node), default=None
+        )
 
     def weighted(self, weights: Floats, shares: ReshardShares) -> tuple[list[Floats], list[Floats]]:
         """Return the weighted costs of all states and pairs, with nothing cut."""
@@ -101,11 +126,6 @@ class Elimination:
                 break
             _, chosen = self._solved(weighted, states)
         return chosen
-
-    @cached_property
-    def cuts_gradients(self) -> bool:
-        """Return whether a variable with a gradient is cut, which costs much of the bound."""
-        return not set(self.cut).issubset(light_variables(self.model))
 
     @cached_property
     def touched(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -147,11 +167,8 @@ class _CutVariables:
         place = {node: i for i, node in enumerate(nodes)}
         factors = tuple(i for i, scope in enumerate(scopes) if not place.keys().isdisjoint(scope))
         inside = [tuple(place[node] for node in scopes[i] if node in place) for i in factors]
-        try:
-            plan = elimination_order([len(model.variables[node].states) for node in nodes], inside, LARGEST_TABLE)
-        except TooWide:
-            return None
-        return _CutVariables(tuple(cut), nodes, factors, plan)
+        plan = elimination_order([len(model.variables[node].states) for node in nodes], inside, inf)
+        return _CutVariables(tuple(cut), nodes, factors, plan) if plan.largest <= LARGEST_TABLE else None
 
     def settled(self, weighted: _WeightedModel, chosen: Sequence[int]) -> dict[int, int]:
         """Return the best states of the cut variables, with the others as chosen."""
@@ -180,13 +197,11 @@ def _trained(graph: NamedGraph, name: str | None) -> bool:
     return name is not None and graph.tensors[name].requires_grad
 
 
-def _folded(
-    model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int], largest: int
-) -> SharedTableElimination:
+def _folded(model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int]) -> SharedTableElimination:
     gone = set(cut)
     sizes = [1 if node in gone else len(variable.states) for node, variable in enumerate(model.variables)]
     left = [tuple(node for node in scope if node not in gone) for scope in scopes]
-    return elimination_order(sizes, [scope for scope in left if scope], largest)
+    return elimination_order(sizes, [scope for scope in left if scope], inf)
 
 
 class _WeightedModel:

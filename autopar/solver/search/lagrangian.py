@@ -10,8 +10,9 @@ The model estimates memory. `report` returns the true peak of a candidate, and t
 two candidates, one that fits and one that is faster, splices are tried: one up to some place of the graph, the other
 after it.
 
-Variables with too many neighbours are cut (`bucket_elimination`). In the bound each table chooses their states for
-itself. Candidates fix them at the states that fit best, until none changes.
+Variables that make tables too large are cut (`bucket_elimination`). In the bound each table chooses their states for
+itself. At last the bound is taken at each state of the one with most factors, the hub. Candidates fix them at the
+states that fit best, until none changes.
 """
 
 from __future__ import annotations
@@ -254,9 +255,7 @@ class LagrangianSearch:
             if self.is_closed or self.is_late():
                 return
             weights, _ = self.hinges.weights(at)
-            one = self.try_out(self.elimination.candidate(weights))
-            if tuple(one.chosen) not in self.found:
-                self.passed.append(one)
+            self.try_out(self.elimination.candidate(weights))
 
     @property
     def is_wide(self) -> bool:
@@ -350,10 +349,7 @@ class LagrangianSearch:
         if not self.shares.groups or not self.answers:
             return
         limit = self.least_limit_gib
-        answer = max(self.answers, key=lambda one: self.answer_at(one, limit))
-        target, prices = self.answer_at(answer, limit), answer[1]
-        weights, constant = self.hinges.weights(prices[: self.count])
-        weights = weights + prices[self.count :] @ MOMENTS
+        target, prices, weights, constant = self._best_answer(limit)
         best = min(self.found.values(), key=by_seconds, default=None)
         self.shares.begin(self.looked[-1].chosen if best is None else best.chosen)
         is_small = len(self.model.variables) <= FEW
@@ -367,6 +363,21 @@ class LagrangianSearch:
                 return
             if not self.shares.improve(chosen, weights, missing):
                 return
+
+    def try_hub(self) -> None:
+        """Raise the bound of a model with cut variables: it is the least over the states of the hub."""
+        if self.elimination.hub is None or not self.answers or self.is_closed or self.is_late():
+            return
+        _, prices, weights, constant = self._best_answer(self.least_limit_gib)
+        answer = min(self.elimination.least_by_hub(weights, self.shares)) + constant, prices
+        (self.counted if self.shares.groups else self.answers).append(answer)
+
+    def _best_answer(self, limit_gib: float) -> tuple[float, Floats, Floats, float]:
+        """Return the best bound of the model, its multipliers, and the weights and the constant at these."""
+        answer = max(self.answers, key=lambda one: self.answer_at(one, limit_gib))
+        prices = answer[1]
+        weights, constant = self.hinges.weights(prices[: self.count])
+        return self.answer_at(answer, limit_gib), prices, weights + prices[self.count :] @ MOMENTS, constant
 
     def _try_shared(self, chosen: list[int]) -> None:
         """Price an assignment that is better than the incumbent where its shared reshards count once."""
@@ -393,7 +404,8 @@ class LagrangianSearch:
             sums = self.model.sums(chosen)
             guess = self.hinges.seconds(sums)
             if hopeless and not self.is_limited and guess > HOPELESS * self.best:
-                return Candidate(chosen, sums, guess, 0.0)
+                self.passed.append(Candidate(chosen, sums, guess, 0.0))  # spliced with others it may be faster
+                return self.passed[-1]
             seconds, peak = self.report(chosen)
             known = self.found[key] = Candidate(chosen, sums, seconds, peak)
             if peak <= self.limit_gib:

@@ -253,6 +253,8 @@ class SearchPhases:
             search.widen()
             splice_plans(search)
         search.count_once()
+        if self.joined is None:
+            search.try_hub()
         return search
 
     def search_model(self, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:
