@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -22,6 +23,8 @@ LESS = 1e-3
 ALIKE = 2e-3
 # Plans of each kind that are spliced, and splices priced.
 SPLICED_IF_SMALL, SPLICED, SPLICED_IF_LARGE = (4, 20), (4, 12), (2, 5)
+# Plans that are spliced in pairs where none takes too much memory.
+MOST_FREE_ENDS = 8
 # Where a splice promises so much, more of them are priced by this factor.
 PROMISING, PATIENT = 0.02, 3
 # Rounds, and the gain that each but the last must reach.
@@ -94,14 +97,13 @@ def _splice(search: LagrangianSearch, most_ends: int, most_priced: int) -> None:
     fits = sorted((one for one in every if one.peak_gib <= search.limit_gib), key=by_seconds)
     if not fits or search.is_closed:
         return
-    others = [one for one in every if one is not fits[0]]
-    passes = sorted((one for one in others if one.peak_gib > search.limit_gib), key=lambda one: one.peak_gib)
+    passes = sorted((one for one in every if one.peak_gib > search.limit_gib), key=lambda one: one.peak_gib)
     by_memory = sorted(fits, key=lambda one: one.peak_gib)
     if passes:
         ends = {id(one): one for one in (*_unlike(fits, most_ends), *_unlike(by_memory, most_ends))}
         pairs = [(one, other) for one in ends.values() for other in _unlike(passes, most_ends)]
-    else:
-        pairs = [(fits[0], other) for other in _unlike(sorted(others, key=by_seconds), most_ends)]
+    else:  # any two may overlap what the other does not, also if the best plan is neither
+        pairs = list(combinations(_unlike(sorted(every, key=by_seconds), MOST_FREE_ENDS), 2))
     pairings = [_spliced(search, *ordered) for one, other in pairs for ordered in ((one, other), (other, one))]
     before, is_large, in_vain = len(search.found), len(search.model.variables) > MANY, 0
     while pairings and in_vain < (1 if is_large else 2):
