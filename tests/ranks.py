@@ -70,7 +70,7 @@ def on_ranks(axes: Mapping[str, int], function: Callable[[SimulatedGroups], T]) 
         try:
             with _Transport(meeting, rank):
                 results[rank] = function(SimulatedGroups(axes, rank, meeting))
-        except BaseException as error:  # noqa: BLE001  # the caller gets it
+        except BaseException as error:  # noqa: BLE001  # also pytest's, which is no `Exception`; the caller gets it
             meeting.fail(error)
         finally:
             meeting.leave()

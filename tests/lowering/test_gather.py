@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.lowering.collectives.gather import begin_gather
 from examples.gpt import gpt
 from tests.runtime.launcher import launch
+from tests.runtime.sent import Counted
 
 # Their works on Gloo have names of more than 15 letters.
 UNSAFE = frozenset(("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_reduce_coalesced"))
-
-
-class Named(TorchDispatchMode):
-    """Notes the functional collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace == "_c10d_functional":
-            self.names.add(name)
-        return func(*args, **(kwargs or {}))
 
 
 def group() -> str:
@@ -59,7 +44,7 @@ def stepped(layout: str) -> set[str]:
     torch.manual_seed(0)
     model, inputs = gpt(batch=4, seq=8, vocab=24, d_model=16, heads=4, layers=2)
     parallel: nn.Module = autopar.parallelize(model, "fsdp=2" if layout == "fsdp" else "dp=2", inputs, layout=layout)
-    with Named() as found:
+    with Counted() as found:
         parallel(**inputs).backward()
     return found.names
 

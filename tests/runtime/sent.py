@@ -47,12 +47,15 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.dtypes: dict[str, set[str]] = {}
+        # Those of the ops, which may be several for a kind.
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "_c10d_functional" and name != "wait_tensor":
             kind = name.removesuffix("_out").rstrip("_")
             self.counts[kind] += 1
+            self.names.add(name)
             tensors = args[0] if isinstance(args[0], list) else [args[0]]
             kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
             self.dtypes.setdefault(kind, set()).update(kinds)

@@ -180,9 +180,8 @@ def send_all(move: LocalStep, buffers: list[Tensor]) -> list[Tensor]:
     ops = torch.ops._c10d_functional
     sent: list[Tensor]
     gathers = move.kind is StepKind.ALL_GATHER
-    if len(buffers) == 1 or not all(is_known(buffer.dtype, gathered=True) for buffer in buffers):
-        return [send(move, buffer) for buffer in buffers]
-    if gathers and all(buffer.is_cpu for buffer in buffers):  # see `begin_gather`
+    are_apart = gathers and all(buffer.is_cpu for buffer in buffers)  # see `begin_gather`
+    if len(buffers) == 1 or are_apart or not all(is_known(buffer.dtype, gathered=True) for buffer in buffers):
         return [send(move, buffer) for buffer in buffers]
     if gathers:
         sent = ops.all_gather_into_tensor_coalesced(buffers, move.ranks, move.group)

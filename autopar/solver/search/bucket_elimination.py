@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -62,7 +62,7 @@ class SharedTableElimination:
         return Counter(node for each in large for node in (each.node, *each.others) if self.sizes[node] > 1)
 
     def _entries(self, bucket: _EliminationStep) -> int:
-        return prod([self.sizes[other] for other in bucket.others], start=self.sizes[bucket.node])
+        return _entries(self.sizes, bucket.node, bucket.others)
 
     def solve(
         self, costs: Sequence[Floats], tables: Sequence[Floats], pattern: object = None
@@ -184,16 +184,18 @@ def elimination_order(
     )
 
 
+def _entries(sizes: Sequence[int], node: int, others: Iterable[int]) -> int:
+    """Return the number of entries of the table over a variable and its neighbours."""
+    return prod([sizes[other] for other in others], start=sizes[node])
+
+
 def _order(sizes: Sequence[int], neighbours: list[set[int]], largest: float) -> list[tuple[int, set[int]]]:
     """Yield the next variables: all whose tables are smallest, before any that become small by their elimination.
 
     Equal parts of a model are so eliminated side by side and share results.
     """
 
-    def weight(node: int) -> int:
-        return prod([sizes[other] for other in neighbours[node]], start=sizes[node])
-
-    weights = [weight(node) for node in range(len(sizes))]
+    weights = [_entries(sizes, node, neighbours[node]) for node in range(len(sizes))]
     waiting: dict[int, list[int]] = {}
     for node, size in enumerate(weights):
         waiting.setdefault(size, []).append(node)
@@ -215,7 +217,7 @@ def _order(sizes: Sequence[int], neighbours: list[set[int]], largest: float) -> 
                 neighbours[other] |= around
                 neighbours[other] -= {node, other}
             for other in around:
-                size = weight(other)
+                size = _entries(sizes, other, neighbours[other])
                 if size != weights[other]:
                     weights[other] = size
                     if size not in waiting:

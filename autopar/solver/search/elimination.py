@@ -15,7 +15,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.solver import Floats
 from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import Model
-from autopar.solver.search.bucket_elimination import SharedTableElimination, elimination_order, fixed
+from autopar.solver.search.bucket_elimination import SharedTableElimination, TooWide, elimination_order, fixed
 from autopar.solver.search.reshard_shares import ReshardShares
 
 __all__ = ["Elimination", "light_variables"]
@@ -91,18 +91,14 @@ class Elimination:
         weighted = _WeightedModel(self.model, weights, self.scopes)
         shares.discount(weighted.costs, weighted.tables, weights)
         for state in range(len(self.model.variables[self.hub].states)):
-            cut = {**dict.fromkeys(self.cut), self.hub: state}
-            costs, tables, constant = weighted.without(cut, self.touched)
-            yield self.plan.solve(costs, tables, pattern=(shares, self.hub))[0] + constant
+            yield self._solved(weighted, {**dict.fromkeys(self.cut), self.hub: state}, shares)[0]
 
     @cached_property
     def hub(self) -> int | None:
         """Return the cut variable with a gradient that most factors have: its cut costs much of the bound."""
-        light = set(light_variables(self.model))
-        degree = Counter(node for scope in self.scopes for node in scope)
-        return max(
-            (node for node in self.cut if node not in light), key=lambda node: (degree[node], -node), default=None
-        )
+        heavy = set(self.cut).difference(light_variables(self.model)) if self.cut else ()
+        degree = Counter(node for scope in self.scopes for node in scope if node in heavy)
+        return max(degree, key=lambda node: (degree[node], -node), default=None)
 
     def weighted(self, weights: Floats, shares: ReshardShares) -> tuple[list[Floats], list[Floats]]:
         """Return the weighted costs of all states and pairs, with nothing cut."""
@@ -167,8 +163,11 @@ class _CutVariables:
         place = {node: i for i, node in enumerate(nodes)}
         factors = tuple(i for i, scope in enumerate(scopes) if not place.keys().isdisjoint(scope))
         inside = [tuple(place[node] for node in scopes[i] if node in place) for i in factors]
-        plan = elimination_order([len(model.variables[node].states) for node in nodes], inside, inf)
-        return _CutVariables(tuple(cut), nodes, factors, plan) if plan.largest <= LARGEST_TABLE else None
+        try:
+            plan = elimination_order([len(model.variables[node].states) for node in nodes], inside, LARGEST_TABLE)
+        except TooWide:
+            return None
+        return _CutVariables(tuple(cut), nodes, factors, plan)
 
     def settled(self, weighted: _WeightedModel, chosen: Sequence[int]) -> dict[int, int]:
         """Return the best states of the cut variables, with the others as chosen."""

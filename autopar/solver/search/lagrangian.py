@@ -165,8 +165,12 @@ class LagrangianSearch:
     @property
     def bound(self) -> float:
         """Best proved bound; after `count_once`."""
-        answers = self.counted if self.shares.groups else self.answers
-        return max([self.proved, *(self.answer_at(answer, self.least_limit_gib) for answer in answers)])
+        return max([self.proved, *(self.answer_at(answer, self.least_limit_gib) for answer in self._proofs)])
+
+    @property
+    def _proofs(self) -> list[tuple[float, Floats]]:
+        """Return the lower bounds on every plan, at some multipliers."""
+        return self.counted if self.shares.groups else self.answers
 
     @property
     def model_bound(self) -> float:
@@ -369,8 +373,7 @@ class LagrangianSearch:
         if self.elimination.hub is None or not self.answers or self.is_closed or self.is_late():
             return
         _, prices, weights, constant = self._best_answer(self.least_limit_gib)
-        answer = min(self.elimination.least_by_hub(weights, self.shares)) + constant, prices
-        (self.counted if self.shares.groups else self.answers).append(answer)
+        self._proofs.append((min(self.elimination.least_by_hub(weights, self.shares)) + constant, prices))
 
     def _best_answer(self, limit_gib: float) -> tuple[float, Floats, Floats, float]:
         """Return the best bound of the model, its multipliers, and the weights and the constant at these."""

@@ -103,7 +103,7 @@ def _splice(search: LagrangianSearch, most_ends: int, most_priced: int) -> None:
         ends = {id(one): one for one in (*_unlike(fits, most_ends), *_unlike(by_memory, most_ends))}
         pairs = [(one, other) for one in ends.values() for other in _unlike(passes, most_ends)]
     else:  # any two may overlap what the other does not, also if the best plan is neither
-        pairs = list(combinations(_unlike(sorted(every, key=by_seconds), MOST_FREE_ENDS), 2))
+        pairs = list(combinations(_unlike(fits, MOST_FREE_ENDS), 2))
     pairings = [_spliced(search, *ordered) for one, other in pairs for ordered in ((one, other), (other, one))]
     before, is_large, in_vain = len(search.found), len(search.model.variables) > MANY, 0
     while pairings and in_vain < (1 if is_large else 2):
