@@ -80,7 +80,7 @@ class Elimination:
         """Return a lower bound in which no reshard counts more than once, and the assignment that reaches it."""
         weighted = _WeightedModel(self.model, weights, self.scopes)
         shares.discount(weighted.costs, weighted.tables, weights)
-        return self._solved(weighted, dict.fromkeys(self.cut), shares)
+        return self._solved(weighted, dict.fromkeys(self.cut), (shares,))
 
     def least_by_hub(self, weights: Floats, shares: ReshardShares) -> Iterator[float]:
         """Yield a lower bound on the assignments in which the hub has a state, for each of its states.
@@ -91,7 +91,8 @@ class Elimination:
         weighted = _WeightedModel(self.model, weights, self.scopes)
         shares.discount(weighted.costs, weighted.tables, weights)
         for state in range(len(self.model.variables[self.hub].states)):
-            yield self._solved(weighted, {**dict.fromkeys(self.cut), self.hub: state}, shares)[0]
+            cut = {**dict.fromkeys(self.cut), self.hub: state}
+            yield self._solved(weighted, cut, (shares, self.hub))[0]  # equal entries are the same at all states
 
     @cached_property
     def hub(self) -> int | None:
@@ -131,10 +132,10 @@ class Elimination:
         return tuple((i, gone) for i, gone in found if gone)
 
     def _solved(
-        self, weighted: _WeightedModel, cut: Mapping[int, int | None], shares: ReshardShares | None = None
+        self, weighted: _WeightedModel, cut: Mapping[int, int | None], pattern: tuple[object, ...] = ()
     ) -> tuple[float, list[int]]:
         costs, tables, constant = weighted.without(cut, self.touched)
-        value, chosen = self.plan.solve(costs, tables, pattern=(shares, *cut.items()))
+        value, chosen = self.plan.solve(costs, tables, pattern=pattern or tuple(cut.items()))
         for node, state in cut.items():
             chosen[node] = 0 if state is None else state
         return value + constant, chosen
