@@ -40,8 +40,9 @@ from autopar.sharding.time_slice import propagate_plan, step_plan
 from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.integer.choice import SEARCH, SolverChoice
+from autopar.solver.published_strategies import check_in_time
 from autopar.solver.shapes import ShapeSearch
-from autopar.solver.solve import SolvedPlan, check_in_time, uncollected
+from autopar.solver.solve import SolvedPlan, uncollected
 
 __all__ = [
     "PlanRequest",

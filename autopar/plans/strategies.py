@@ -11,7 +11,7 @@ from autopar.plans.find import plan_under_layout, request_like
 from autopar.plans.plan import Plan
 from autopar.plans.replicas import with_meetings
 from autopar.sharding.layout.language import applies_to, axes_of, load_strategy, strategy_names
-from autopar.solver.solve import WHOLE, axis_assignments, splits_nothing
+from autopar.solver.published_strategies import WHOLE, axis_assignments, splits_nothing
 
 __all__ = ["faster_strategy", "price_strategies"]
 

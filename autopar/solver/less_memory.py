@@ -7,7 +7,7 @@ that does not, memory is about linear in the number of layers: as few layers as 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 
@@ -26,7 +26,9 @@ MOST_MIXED, MOST_COUNTS = 2, 3
 Way = tuple[Recompute, bool]
 
 
-def offer_with_less_memory(incumbent: Incumbent, name: str, plan: StepPlan, costs: Costs) -> None:
+def offer_with_less_memory(
+    incumbent: Incumbent, name: str, plan: StepPlan, costs: Costs, is_late: Callable[[], bool] = lambda: False
+) -> None:
     """Offer a plan that takes these costs in ways that take less memory, and the best mixtures of two ways."""
     setting, limit = incumbent.setting, incumbent.limit
     layers = list(layers_of(setting.graph)) if setting.trains else []
@@ -37,6 +39,8 @@ def offer_with_less_memory(incumbent: Incumbent, name: str, plan: StepPlan, cost
     for mode, again in product(reversed(setting.modes), (True, False)):
         if (mode, again) in every:
             continue
+        if is_late():
+            return
         one = incumbent.offer(name, _in_ways(plan, dict.fromkeys(layers, (mode, again))))
         if one.fits_host:
             every[mode, again] = one
@@ -54,6 +58,8 @@ def offer_with_less_memory(incumbent: Incumbent, name: str, plan: StepPlan, cost
         if seconds >= incumbent.seconds:
             return
         for _ in range(MOST_COUNTS):
+            if is_late():
+                return
             # The backwards of the first layers come last, when least is saved.
             ways = {path: fitting if number < count else faster for number, path in enumerate(layers)}
             found = incumbent.offer(name, _in_ways(plan, ways))

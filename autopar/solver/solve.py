@@ -5,30 +5,22 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
 
 from autopar.cost.costs import Costs
 from autopar.cost.hardware.cluster import Cluster
-from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
-from autopar.lowering.collectives.process_groups import GroupsOfMicroBatch
-from autopar.lowering.emit import emit
-from autopar.lowering.passes.pipeline_parts import check_loops
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
-from autopar.sharding.layout.language import Layout, applies_to, axes_of, load_strategy, roles_of, strategy_names
-from autopar.sharding.layout.syntax import MicroBatches
+from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.pipelining import check_pipeline, without_stages
-from autopar.sharding.propagation import PropagationCache
-from autopar.sharding.schedules import Schedule
 from autopar.sharding.shares import with_shares
-from autopar.sharding.time_slice import propagate_plan, slice_in_time, time_assignment
+from autopar.sharding.time_slice import slice_in_time
 from autopar.sharding.verify import verify_assignment
 from autopar.solver import Progress, relative_gap
 from autopar.solver.explain_infeasible import infeasible_error
@@ -41,8 +33,8 @@ from autopar.solver.integer.search_by_program import (
     solved_by_program,
     unsolved_error,
 )
-from autopar.solver.less_memory import offer_with_less_memory
 from autopar.solver.model.cost_tables import CostTables
+from autopar.solver.published_strategies import StrategyOffers, plan_under
 from autopar.solver.search.phases import (
     Incumbent,
     SearchPhases,
@@ -57,29 +49,11 @@ from autopar.solver.search.whole_mesh import MOST_PROVED_AXES, prove_whole
 from autopar.solver.setting import MicroBatchedCall, PlanningProblem
 from autopar.solver.stages import settle_stages, with_call
 
-__all__ = [
-    "WHOLE",
-    "SolvedPlan",
-    "TrainingOptions",
-    "axis_assignments",
-    "check_in_time",
-    "request_program",
-    "solve_plan",
-    "splits_nothing",
-    "strategy_plans",
-]
+__all__ = ["SolvedPlan", "TrainingOptions", "request_program", "solve_plan", "uncollected"]
 
 
 # Fraction of the time limit after which published strategies are priced even if the search has not ended.
 SEARCH_SHARE = 0.75
-
-# Published strategies are not priced where no plan can be better by more than this share: a prediction errs by more.
-CLOSE = 1e-3
-
-# Strategies that are priced in any case: those of one axis come first, are quick, and are often good.
-LEAST_PRICED = 3
-# Strategies that take too much memory as they are, and are priced with less.
-MOST_SHRUNK = 8
 
 
 @dataclass(frozen=True)
@@ -240,11 +214,7 @@ def _solved(
     work = replace(work, deadline=ends, gives_up=math.inf if until_one_fits else ends, until_one_fits=until_one_fits)
     if priced:
         incumbent.tell("search", ended.bound)
-        _offer_strategies(incumbent, ended.bound, work.deadline, until_one_fits)
-        incumbent.tell("strategies", ended.bound)
-        is_open = until_one_fits and not incumbent.cannot_fit
-        if incumbent.plan is None and ended.is_cut and is_open and solver.method != "ilp":
-            ended = _searched_on(work, ended, beat_seconds)
+        ended = _raced(work, ended, beat_seconds, until_one_fits and solver.method != "ilp")
     bound, search = max(ended.bound, incumbent.floor), ended.search
     bound_by = ended.bound_by if bound == ended.bound else "peak rate of the devices"
     if search is not None and not ended.is_part:
@@ -321,6 +291,24 @@ def _whole_bound(work: SearchPhases, ended: SearchResult, beat_seconds: float) -
     return prove_whole(work, ended.search.hinge_multipliers())
 
 
+def _raced(work: SearchPhases, ended: SearchResult, beat_seconds: float, searches_on: bool) -> SearchResult:
+    """Offer published strategies; if the search was cut and none of the first fits, search on in the second half.
+
+    The limit on time is passed for one of the two only: strategies after a search for the least memory fit as rarely.
+    """
+    incumbent, now, until_one_fits = work.incumbent, time.monotonic(), work.until_one_fits
+    offers = StrategyOffers(incumbent)
+    if searches_on and ended.is_cut and now < work.deadline:
+        offers.run(ended.bound, (now + work.deadline) / 2, until_one_fits=False)
+        if incumbent.is_open:
+            ended, until_one_fits, searches_on = _searched_on(work, ended, beat_seconds), False, False
+    offers.run(ended.bound, work.deadline, until_one_fits)
+    incumbent.tell("strategies", ended.bound)
+    if searches_on and ended.is_cut and incumbent.is_open:
+        ended = _searched_on(work, ended, beat_seconds)
+    return ended
+
+
 def _searched_on(work: SearchPhases, ended: SearchResult, beat_seconds: float) -> SearchResult:
     """Search on while no plan fits: the least memory first; all else, once a plan fits or while time is left."""
     if is_searched_whole(work):
@@ -328,114 +316,3 @@ def _searched_on(work: SearchPhases, ended: SearchResult, beat_seconds: float) -
         if work.incumbent.plan is None and time.monotonic() > work.deadline:
             return ended
     return _searched(work, beat_seconds)
-
-
-def _offer_strategies(incumbent: Incumbent, bound: float, deadline: float, until_one_fits: bool) -> None:
-    """Price published strategies while one could be better and time is left, or while nothing fits."""
-    priced = 0
-    # Where memory decides, the bound is as sure as the estimates of memory.
-    close = CLOSE if incumbent.is_free else 0.0
-
-    def is_late() -> bool:
-        if relative_gap(incumbent.seconds, bound) <= close:
-            return True
-        if not until_one_fits or incumbent.cannot_fit:
-            return time.monotonic() > deadline
-        return incumbent.plan is not None and priced >= LEAST_PRICED and time.monotonic() > deadline
-
-    too_large: list[tuple[float, str, StepPlan, Costs]] = []
-    for name, plan in strategy_plans(incumbent.setting, is_late):
-        if incumbent.may_improve(plan):
-            costs = incumbent.offer(name, plan)
-            if costs.limited_bytes > incumbent.limit:
-                too_large.append((costs.step_seconds, name, plan, costs))
-        priced += 1
-    for seconds, name, plan, costs in sorted(too_large, key=lambda one: one[0])[:MOST_SHRUNK]:
-        if seconds < incumbent.seconds and not is_late():
-            offer_with_less_memory(incumbent, name, plan, costs)
-
-
-# -- plans of published strategies -------------------------------------------------------------------------------------
-
-
-# Name of a plan in which every device does everything, whichever strategy produced it.
-WHOLE = "a layout that splits nothing"
-
-
-def splits_nothing(plan: StepPlan) -> bool:
-    """Return whether every device stores and computes everything."""
-    assignment = plan.assignment
-    held = any(any(layout.splits) for layout in assignment.stored.values())
-    splits = held or any(op.choice.splits for op in assignment.ops.values())
-    return assignment.pipelining is None and not splits
-
-
-def strategy_plans(
-    setting: PlanningProblem, is_late: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[str, StepPlan]]:
-    """Yield the plan of every strategy that applies, named with its axes; equal plans once.
-
-    Strategies with few axes come first, as the others have many assignments. `is_late` is called before each
-    assignment and ends the walk: finding that one does not apply takes as long as finding that it does.
-    """
-    known = PropagationCache()
-    found: list[StepPlan] = []
-    loaded = {name: load_strategy(name) for name in strategy_names()}
-    # Meetings change what is learned: no search chooses replicas that drift.
-    alike = {name: strategy for name, strategy in loaded.items() if strategy.drift is None}
-    strategies = {name: strategy for name, strategy in alike.items() if applies_to(strategy, setting.graph.dims)}
-    # A layout or a call has micro-batches of its own.
-    has_own = setting.call is not None or setting.options.micro_batches > 1
-    for name, strategy in sorted(strategies.items(), key=lambda item: len(axes_of(item[1]))):
-        if has_own and strategy.pipeline is not None:
-            continue
-        for meaning in axis_assignments(strategy, setting.used, setting.graph.dims):
-            if is_late():
-                return
-            layout = strategy.on_axes(meaning)
-            plan = plan_under(setting, layout, known)
-            # Each plan with micro-batches has an assignment of its own.
-            known_plans = (plan.assignment is one.assignment or (plan.micro and plan == one) for one in found if plan)
-            if plan is not None and not any(known_plans):
-                found.append(plan)
-                given = ", ".join(f"{axis}={'*'.join(own)}" for axis, own in meaning.items() if own)
-                called = WHOLE if splits_nothing(plan) else f"{name}({given})"
-                yield called, plan.with_options(setting.options)
-
-
-def plan_under(setting: PlanningProblem, layout: Layout, known: PropagationCache | None = None) -> StepPlan | None:
-    try:
-        found = propagate_plan(setting.graph, layout, setting.axes, known)
-        if found.micro is not None:
-            stages = found.assignment.pipelining
-            check_in_time(setting.graph, found.micro, None if stages is None else stages.schedule)
-    except LayoutError:
-        return None
-    return found
-
-
-def check_in_time(graph: NamedGraph, micro: MicroBatches, schedule: Schedule | None) -> None:
-    """Raise if an op or a schedule needs all micro-batches at once: the generated graph tells, and no rank runs it."""
-    emitted = emit(graph, time_assignment(graph, micro), GroupsOfMicroBatch(None), "sharded", local_inputs=False)
-    if schedule is not None:
-        check_loops(graph, emitted.graph_module, schedule)
-
-
-def axis_assignments(
-    strategy: Layout, axes: SubMesh, dims: Iterable[str], match_names: bool = False
-) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Yield the mesh axes of each strategy axis, in every way; several may serve one, in the order of the mesh.
-
-    An axis of the strategy whose dims the model lacks gets none. With `match_names`, a mesh axis named like an axis of
-    the strategy serves that one; a strategy of one axis may leave mesh axes idle. The stages of a strategy lie along
-    the mesh axis of their name: a strategy with stages has no assignment on a mesh without it.
-    """
-    own, roles = axes_of(strategy), roles_of(strategy, dims)
-    stages = None if strategy.pipeline is None else strategy.pipeline.axis
-    if stages is not None and stages not in axes:
-        return
-    others = [role for role in roles if role != stages]
-    matched = [axis == stages or (match_names and axis in roles and len(own) > 1) for axis in axes]
-    options = [(axis,) if is_matched else others for axis, is_matched in zip(axes, matched, strict=True)]
-    for dealt in product(*options):
-        yield {role: tuple(axis for axis, to in zip(axes, dealt, strict=True) if to == role) for role in own}

@@ -24,13 +24,14 @@ from autopar.sharding.schedules import most_in_flight, orders
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.order_bound import order_bound
+from autopar.solver.published_strategies import check_in_time
 from autopar.solver.search.joined_axes import MOST_AXES
 from autopar.solver.search.lagrangian import LagrangianSearch
 from autopar.solver.search.phases import Incumbent, SearchPhases
 from autopar.solver.segments import STAGES, layer_modes, least_sent_bytes, segments_of, spread, staged
 from autopar.solver.setting import MicroBatchedCall, PlanningProblem
 from autopar.solver.shapes import PricedShape, ShapeSearch
-from autopar.solver.solve import SolvedPlan, check_in_time
+from autopar.solver.solve import SolvedPlan
 from autopar.solver.stage_design import StageDesign, design_stages
 from autopar.solver.stages import least_shares
 

@@ -21,8 +21,8 @@ from autopar.plans.plan import Plan
 from autopar.plans.replicas import replica_graph
 from autopar.plans.strategies import price_strategies
 from autopar.sharding.options import TrainingOptions
+from autopar.solver.published_strategies import strategy_plans
 from autopar.solver.setting import PlanningProblem
-from autopar.solver.solve import strategy_plans
 from examples.gpt import gpt
 from tests.traced import traced
 

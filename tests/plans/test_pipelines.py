@@ -33,8 +33,8 @@ from autopar.sharding.options import TrainingOptions
 from autopar.sharding.pipelining import late_weights
 from autopar.sharding.propagation import propagate
 from autopar.sharding.schedules import Schedule, orders
+from autopar.solver.published_strategies import strategy_plans
 from autopar.solver.setting import PlanningProblem
-from autopar.solver.solve import strategy_plans
 from examples.gpt import gpt
 from examples.hf import hf
 from tests.ranks import SimulatedGroups, on_ranks

@@ -13,8 +13,8 @@ from autopar.plans.find import PlanRequest, plan_under_layout
 from autopar.plans.strategies import price_strategies
 from autopar.sharding.layout.language import applies_to, load_strategy, usable_axes
 from autopar.sharding.options import TrainingOptions
+from autopar.solver.published_strategies import strategy_plans
 from autopar.solver.setting import PlanningProblem
-from autopar.solver.solve import strategy_plans
 from examples.gpt import gpt
 from examples.moe import moe
 from tests.traced import traced

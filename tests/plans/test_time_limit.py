@@ -7,14 +7,29 @@ import time
 import pytest
 
 import autopar
+from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.solver.infeasible import NoFeasiblePlan
 from examples.gpt import gpt
 
-LIMIT, BEYOND = 4.0, 1.0
+LIMIT, BEYOND = 6.0, 2.0
+"""Times of a trace of the model, as a slow or a busy machine needs more time for the same search."""
 LEAST = 20.0
 """MiB: less than the parameters of the model take on eight devices."""
+
+
+def traced() -> NamedGraph:
+    return autopar.trace(*gpt(layers=4, d_model=1024, heads=16, seq=512, batch=16, device="meta"))
+
+
+@pytest.fixture(scope="module")
+def of_trace() -> float:
+    """Return the processor time of a trace, in seconds."""
+    traced()
+    began = time.process_time()
+    traced()
+    return time.process_time() - began
 
 
 @pytest.mark.slow
@@ -33,23 +48,26 @@ LEAST = 20.0
     ],
 )
 def test_the_limit_is_kept_where_nothing_fits(
-    meshes: list[str], layout: str | None, any_mesh: bool, mib: float, monkeypatch: pytest.MonkeyPatch
+    meshes: list[str],
+    layout: str | None,
+    any_mesh: bool,
+    mib: float,
+    of_trace: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In processor time, which other programs do not count into; the search has one thread."""
-    model, inputs = gpt(layers=4, d_model=1024, heads=16, seq=512, batch=16, device="meta")
-    graph = autopar.trace(model, inputs)
-    request = PlanRequest("h100", mib * 2**20, time_limit=LIMIT, cache=False, any_mesh=any_mesh)
+    graph = traced()
+    request = PlanRequest("h100", mib * 2**20, time_limit=LIMIT * of_trace, cache=False, any_mesh=any_mesh)
     monkeypatch.setattr(time, "monotonic", time.process_time)
     began = time.process_time()
     with pytest.raises(NoFeasiblePlan, match=rf"no plan .*{mib:.2f} MiB"):
         plan_graph(graph, [Mesh(one) for one in meshes], layout, request)
-    assert time.process_time() - began < LIMIT + BEYOND
+    assert (time.process_time() - began) / of_trace < LIMIT + BEYOND
 
 
 @pytest.mark.slow
 def test_a_plan_that_fits_is_found_beyond_the_limit() -> None:
-    model, inputs = gpt(layers=4, d_model=1024, heads=16, seq=512, batch=16, device="meta")
-    graph = autopar.trace(model, inputs)
+    graph = traced()
     for memory in (2.0 * 2**30, 0.4 * 2**30):
         request = PlanRequest("h100", memory, time_limit=0.2, cache=False)
         assert plan_graph(graph, [Mesh("dp=4,tp=2")], None, request).memory_bytes <= memory

@@ -12,9 +12,10 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.options import TrainingOptions
+from autopar.solver.published_strategies import strategy_plans
 from autopar.solver.search.joined_axes import joined_meshes
 from autopar.solver.setting import PlanningProblem
-from autopar.solver.solve import solve_plan, strategy_plans
+from autopar.solver.solve import solve_plan
 from examples.gpt import gpt
 from tests.ranks import difference_of
 

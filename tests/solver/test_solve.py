@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 
@@ -27,10 +28,11 @@ from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.objective import Hinges, Sum
+from autopar.solver.published_strategies import StrategyOffers, strategy_plans
 from autopar.solver.search.lower_memory import least_memory
 from autopar.solver.search.phases import Incumbent, SearchPhases
 from autopar.solver.setting import PlanningProblem
-from autopar.solver.solve import SolvedPlan, solve_plan, strategy_plans
+from autopar.solver.solve import SolvedPlan, solve_plan
 from examples.gpt import gpt
 
 CLUSTER = load_cluster("h100")
@@ -271,12 +273,23 @@ def test_strategies_are_not_tried_when_it_is_late(graph: NamedGraph, monkeypatch
         tried.append(layout)
         return None
 
-    monkeypatch.setattr("autopar.solver.solve.plan_under", none)
-    setting = PlanningProblem.of(graph, SubMesh.of({"pod": 2, "dp": 2, "tp": 2}), CLUSTER, TrainingOptions())
-    assert list(strategy_plans(setting, lambda: len(tried) >= 4)) == []
+    monkeypatch.setattr("autopar.solver.published_strategies.plan_under", none)
+    axes = SubMesh.of({"pod": 2, "dp": 2, "tp": 2})
+    setting = PlanningProblem.of(graph, axes, CLUSTER, TrainingOptions())
+    incumbent = Incumbent(setting, 2.0**40, 0.0, None, BoundLayout(graph, Layout(()), axes))
+    offers = StrategyOffers(incumbent)
+    offers.run(0.0, 0.0, until_one_fits=False)
+    assert tried == []
+    monkeypatch.setattr("time.monotonic", lambda: float(len(tried)))
+    offers.run(0.0, 3.5, until_one_fits=False)
     assert len(tried) == 4
-    assert list(strategy_plans(setting)) == []
+    # The next run goes on with those that are left.
+    offers.run(0.0, math.inf, until_one_fits=False)
+    assert incumbent.plan is None
     assert len(tried) > 20
+    later = list(tried)
+    assert list(strategy_plans(setting)) == []
+    assert tried == later * 2
 
 
 @pytest.mark.parametrize("axes", [AXES, pytest.param({"pod": 2, "dp": 2, "tp": 2}, marks=pytest.mark.slow)])

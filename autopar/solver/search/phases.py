@@ -102,6 +102,11 @@ class Incumbent:
         return costs
 
     @property
+    def is_open(self) -> bool:
+        """Return whether no plan fits yet, and some may."""
+        return self.plan is None and not self.cannot_fit
+
+    @property
     def is_free(self) -> bool:
         """Return whether no faster plan than the best one was too large: the limit on memory costs nothing so far."""
         return self.plan is not None and self.seconds <= self.passed_seconds
@@ -193,7 +198,7 @@ class SearchPhases:
         """Time after which no model is built."""
         if self.incumbent.cannot_fit:
             return min(self.gives_up, self.deadline)
-        return np.inf if self.until_one_fits and self.incumbent.plan is None else self.gives_up
+        return np.inf if self.until_one_fits and self.incumbent.is_open else self.gives_up
 
     def model(
         self,
