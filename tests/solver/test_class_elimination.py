@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+import autopar.solver.search.class_elimination as module
 from autopar.solver.search.bucket_elimination import TooWide
 from autopar.solver.search.class_elimination import ClassTable, Single, class_elimination
 
@@ -66,6 +67,17 @@ def check(seed: int) -> int:
 
 def test_random_models() -> None:
     assert sum(check(seed) for seed in range(150)) > 100  # with ports
+
+
+@pytest.mark.parametrize("tile", [1, 4, 7, 2**17])
+def test_large_tables_are_made_in_tiles(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all tables of two numbers are here."""
+    monkeypatch.setattr(module, "FEW", 2)
+    monkeypatch.setattr(module, "TILE", tile)
+    made, tiles = list[int](), module._tiles
+    monkeypatch.setattr(module, "_tiles", lambda shape: (each for each in (made.append(1), *tiles(shape)) if each))
+    assert sum(check(seed) for seed in range(150)) > 100
+    assert len(made) > 50
 
 
 @pytest.mark.slow

@@ -56,10 +56,24 @@ class SharedTableElimination:
         """Return the number of entries of the largest table that is made, before its variable is minimised."""
         return max(map(self._entries, self.buckets), default=0)
 
-    def nodes_of_large(self, entries: int) -> Counter[int]:
-        """Return in how many tables of more than these entries each variable is."""
-        large = [bucket for bucket in self.buckets if self._entries(bucket) > entries]
-        return Counter(node for each in large for node in (each.node, *each.others) if self.sizes[node] > 1)
+    def nodes_of_large(self, entries: int, degree: Mapping[int, int]) -> list[int]:
+        """Return variables that are in most of the tables of more than these entries, in parts that share none.
+
+        Of equals the one of the highest degree. One variable changes the tables of its own part only, so that those of
+        all parts can be cut at once.
+        """
+        large = [
+            frozenset(node for node in (each.node, *each.others) if self.sizes[node] > 1)
+            for each in self.buckets
+            if self._entries(each) > entries
+        ]
+        found = []
+        while large:
+            often = Counter(node for each in large for node in each)
+            found.append(max(often, key=lambda node: (often[node], degree[node], -node)))
+            part = frozenset[int]().union(*(each for each in large if found[-1] in each))
+            large = [each for each in large if part.isdisjoint(each)]
+        return found
 
     def _entries(self, bucket: _EliminationStep) -> int:
         return _entries(self.sizes, bucket.node, bucket.others)

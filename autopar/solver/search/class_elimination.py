@@ -12,7 +12,7 @@ long models keep it; what rounding may add is taken off the answer.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -30,8 +30,8 @@ Single = NDArray[np.float32]
 
 # Additions of one step at most.
 LARGEST_STEP = 2**32
-# Numbers that are added up at once, and those of a min-plus product, which a core keeps in its cache.
-BLOCK, TILE = 2**22, 2**17
+# Numbers that are added up at once, which a core keeps in its cache; fewer are added up for all states at once.
+TILE, FEW = 2**17, 2**12
 # Share of finite sums below which a min-plus product takes them alone.
 SPARSE = 0.1
 # What rounding may add to the answer, as a share of it.
@@ -178,13 +178,20 @@ def _summed(
 ) -> Single:
     """Return the sum over all states of the nodes around, with the states of the eliminated node first."""
     total = own.reshape(-1, *(1,) * len(around))
-    for nodes, table in sorted(terms, key=lambda term: term[1].size):
-        order = sorted(range(len(nodes)), key=lambda i: around.index(nodes[i]))
-        moved = table.transpose(0, *(1 + i for i in order))
-        shape = [sizes[node] if node in nodes else 1 for node in around]
-        total = total + moved.reshape(len(moved), *shape)
+    for part in _spread(around, terms):
+        total = total + part
     full = (len(total), *(sizes[node] for node in around))
     return np.broadcast_to(total, full)
+
+
+def _spread(around: Sequence[int], terms: Iterable[tuple[tuple[int, ...], Single]]) -> list[Single]:
+    """Return tables with an axis for each node around, of length 1 where they have none; the smallest first."""
+    found = []
+    for nodes, table in sorted(terms, key=lambda term: term[1].size):
+        order = sorted(range(len(nodes)), key=lambda i: around.index(nodes[i]))
+        size = dict(zip(nodes, table.shape[1:], strict=True))
+        found.append(table.transpose(0, *(1 + i for i in order)).reshape(-1, *(size.get(node, 1) for node in around)))
+    return found
 
 
 def _least(
@@ -195,20 +202,49 @@ def _least(
     groups: Sequence[Ints],
 ) -> Single:
     """Return for each group of states the least sum over it, for all states of the nodes around."""
-    shape = [sizes[node] for node in around]
-    if len(own) * prod(shape) <= BLOCK:
+    # Nodes of all tables come last: sums run along them.
+    common = sorted(around, key=lambda node: sum(node in nodes for nodes, _ in terms))
+    shape = [sizes[node] for node in common]
+    if prod(shape) < FEW:
         order = np.concatenate(groups)
         starts = np.cumsum([0, *map(len, groups[:-1])])
-        total = _summed(own[order], around, [(nodes, table[order]) for nodes, table in terms], sizes)
-        return np.asarray(np.minimum.reduceat(total, starts, axis=0))
+        total = _summed(own[order], common, [(nodes, table[order]) for nodes, table in terms], sizes)
+        made = np.minimum.reduceat(total, starts, axis=0)
+    else:
+        made = _least_of_tiles(own, [np.ascontiguousarray(part) for part in _spread(common, terms)], shape, groups)
+    return made.transpose(0, *(1 + common.index(node) for node in around))
+
+
+def _least_of_tiles(own: Single, parts: Sequence[Single], shape: Sequence[int], groups: Sequence[Ints]) -> Single:
+    """Return the same for large tables, in parts that a core keeps in its cache, state by state."""
     made = np.full((len(groups), *shape), np.inf, dtype=np.float32)
-    rows = max(1, BLOCK // prod(shape))
-    for place, group in enumerate(groups):
-        for begin in range(0, len(group), rows):
-            chunk = group[begin : begin + rows]
-            total = _summed(own[chunk], around, [(nodes, table[chunk]) for nodes, table in terms], sizes)
-            np.minimum(made[place], total.min(axis=0), out=made[place])
+    for tile in _tiles(shape):
+        seen = [part[(slice(None), *map(_of_tile, tile, part.shape[1:]))] for part in parts]
+        bests = made[(slice(None), *tile)]
+        sums = np.empty_like(bests[0])
+        for best, group in zip(bests, groups, strict=True):
+            for state in group:
+                total: Any = own[state]
+                for part in seen[:-1]:
+                    total = total + part[state]
+                np.add(total, seen[-1][state], out=sums)
+                np.minimum(best, sums, out=best)
     return made
+
+
+def _tiles(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """Yield parts of an array of this shape of at most `TILE` numbers."""
+    whole = next(axis for axis in range(len(shape)) if prod(shape[axis + 1 :]) <= TILE)
+    length = TILE // prod(shape[whole + 1 :])
+    for at in np.ndindex(*shape[:whole]):
+        lead = tuple(slice(one, one + 1) for one in at)
+        for begin in range(0, shape[whole], length):
+            yield (*lead, slice(begin, begin + length), *(slice(None) for _ in shape[whole + 1 :]))
+
+
+def _of_tile(part: slice, length: int) -> slice:
+    """Return a part of an axis, or all of an axis of length 1, which stands for all states."""
+    return part if length > 1 else slice(None)
 
 
 def _arranged(table: Single, nodes: Sequence[int], wanted: Sequence[int]) -> Single:

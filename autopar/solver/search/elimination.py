@@ -51,7 +51,7 @@ class Elimination:
         """Cut variables until the rest can be eliminated.
 
         First values without a gradient, which are small or are sent one way only. Larger tables are tried before any
-        other variable is cut; then that goes which is in most of the tables that are too large.
+        other variable is cut; then those go that are in most of the tables that are too large.
         """
         scopes = tuple(factor.scope for factor in model.factors)
         cut: tuple[int, ...] = ()
@@ -64,8 +64,7 @@ class Elimination:
         if plan.largest > LARGEST_UNCUT:
             degree = Counter(node for scope in scopes for node in scope)
             while plan.largest > LARGEST_TABLE:
-                often = plan.nodes_of_large(LARGEST_TABLE)
-                cut = *cut, max(often, key=lambda node: (often[node], degree[node], -node))
+                cut = *cut, *plan.nodes_of_large(LARGEST_TABLE, degree)
                 plan = _folded(model, scopes, cut)
         return Elimination(model, scopes, cut, plan, _CutVariables.of(model, scopes, cut))
 
