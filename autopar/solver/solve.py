@@ -294,7 +294,7 @@ def _whole_bound(work: SearchPhases, ended: SearchResult, beat_seconds: float) -
 def _raced(work: SearchPhases, ended: SearchResult, beat_seconds: float, searches_on: bool) -> SearchResult:
     """Offer published strategies; if the search was cut and none of the first fits, search on in the second half.
 
-    The limit on time is passed for one of the two only: strategies after a search for the least memory fit as rarely.
+    After such a search strategies keep the limit on time: where the plans of least memory do not fit, they rarely do.
     """
     incumbent, now, until_one_fits = work.incumbent, time.monotonic(), work.until_one_fits
     offers = StrategyOffers(incumbent)

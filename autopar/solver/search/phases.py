@@ -198,7 +198,7 @@ class SearchPhases:
         """Time after which no model is built."""
         if self.incumbent.cannot_fit:
             return min(self.gives_up, self.deadline)
-        return np.inf if self.until_one_fits and self.incumbent.is_open else self.gives_up
+        return np.inf if self.until_one_fits and self.incumbent.plan is None else self.gives_up
 
     def model(
         self,
