@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from autopar.lowering.collectives.level_groups import sum_by_level
 from autopar.lowering.collectives.local_steps import LocalStep, bind, finish, keep_local, prepare
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.rules.shard_call.folded import fold
-from autopar.sharding.lowered_ops.base import Maximum, OpMessage, Send
+from autopar.sharding.lowered_ops.base import BareSum, Maximum, OpMessage, Send
 from autopar.sharding.lowered_ops.halo import HaloExchange, HaloStretch
 from autopar.sharding.lowered_ops.reorder import OrderExchange, Ranges, common
 from autopar.sharding.lowered_ops.ring_attention import RingPass
@@ -294,8 +294,8 @@ def bind_message(message: OpMessage, groups: Groups) -> Send | LocalKeyRing:
     if isinstance(message, OrderExchange):
         group = groups.of(message.axes)
         return _OrderExchange(message, groups.coordinate, group.members, group.name)
-    if isinstance(message, Maximum):
-        return _maximum(message, groups)
+    if isinstance(message, Maximum | BareSum):
+        return _reduction(message, "max" if isinstance(message, Maximum) else "sum", groups)
     return LocalReshard.bind(message.reshard, groups)
 
 
@@ -308,13 +308,13 @@ def _edges(message: HaloExchange, groups: Groups) -> Send:
     return _HaloExchange(stretch, own, tuple(map(stretch.place, group.members)), group.name)
 
 
-def _maximum(message: Maximum, groups: Groups) -> Send:
+def _reduction(message: OpMessage, kind: Literal["max", "sum"], groups: Groups) -> Send:
     bound = [groups.of(step.axes).name for step in message.reshard.forward]
     ops = torch.ops._c10d_functional
 
     def send(x: Tensor) -> Tensor:
         for group in bound if x.numel() else ():
-            x = ops.wait_tensor(ops.all_reduce(x.contiguous(), "max", group))
+            x = ops.wait_tensor(ops.all_reduce(x.contiguous(), kind, group))
         return x
 
     return send

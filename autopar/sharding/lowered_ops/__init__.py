@@ -55,7 +55,9 @@ def lowered_context(
     own: dict[str, tuple[str, ...]] = {}
     splits = tuple(splits)
     for (factor, _), used in splits:
-        if lowered_op_of(node, factor) is not None:
+        # An axis of one rank splits nothing.
+        used = tuple(axis for axis in used if axes[axis] > 1)
+        if used and lowered_op_of(node, factor) is not None:
             own[factor] = (*own.get(factor, ()), *used)
     if not own:
         return None

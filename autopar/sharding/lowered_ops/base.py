@@ -167,6 +167,10 @@ class Maximum(OpMessage):
     """Message that takes the maximum instead of the sum."""
 
 
+class BareSum(OpMessage):
+    """Sum without a derivative: an op with a backward of its own sends it in both directions."""
+
+
 def total(split: LoweredOpContext, shape: tuple[int, ...], *, shared: bool) -> OpMessage:
     """Return the message that sums over shards, with `shared` the gradients too.
 
@@ -177,6 +181,12 @@ def total(split: LoweredOpContext, shape: tuple[int, ...], *, shared: bool) -> O
     target = replace(whole, broadcast=axes) if shared else whole
     found = reshard(Atoms.plain(shape), replace(whole, partial=axes), target, split.mesh)
     return OpMessage(found, sum_dtype(split.dtype).itemsize, split.differentiable)
+
+
+def bare_total(split: LoweredOpContext, shape: tuple[int, ...]) -> OpMessage:
+    """Return the message that sums over shards, called once by the forward and once by the backward of an op."""
+    both = total(split, shape, shared=True)
+    return BareSum(both.reshard, both.itemsize, both.differentiable)
 
 
 def maximum(split: LoweredOpContext, shape: tuple[int, ...]) -> OpMessage:

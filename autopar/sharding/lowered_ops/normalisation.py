@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopar.ir.values import NamedNode
 from autopar.rules.notation import FactorKind
+from autopar.rules.shard_call.batch_statistics import normalised_shard
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.lowered_ops.base import (
     LoweredOp,
@@ -19,6 +20,7 @@ from autopar.sharding.lowered_ops.base import (
     OpMessage,
     Send,
     WholeFactorOp,
+    bare_total,
     dims_of,
     local_maximum,
     maximum,
@@ -83,28 +85,21 @@ class BatchNorm(WholeFactorOp):
 
     def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
         channels = split.shape[1:2]
-        return total(split, channels, shared=True), total(split, channels, shared=True)
+        return bare_total(split, channels), bare_total(split, channels)
 
     def run(
         self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
     ) -> Any:
         given = local.arguments
-        x: Tensor = given["input"].to(sum_dtype(split.dtype))
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        count = prod(split.whole[dim] for dim in dims)
-        along = [1, -1, *[1] * (x.dim() - 2)]
-        mean = sends[0](x.sum(dims)) / count
-        centred = x - mean.reshape(along)
-        variance = sends[1](centred.square().sum(dims)) / count
-        scale = torch.rsqrt(variance + given["eps"])
-        scale = scale if given["weight"] is None else scale * given["weight"]
-        normed = centred * scale.reshape(along)
-        normed = (normed if given["bias"] is None else normed + given["bias"].reshape(along)).to(split.dtype)
+        x: Tensor = given["input"]
+        count = prod(size for dim, size in enumerate(split.whole) if dim != 1)
+        affine = given["weight"], given["bias"]
+        normed, mean, variance = normalised_shard(x, *affine, given["eps"], count, (sends[0], sends[1]))
         if "running_mean" not in given:
             return normed, None, None
-        unbiased = variance.detach() * (count / max(count - 1, 1))
+        unbiased = variance * (count / max(count - 1, 1))
         running = []
-        for name, value in (("running_mean", mean.detach()), ("running_var", unbiased)):
+        for name, value in (("running_mean", mean), ("running_var", unbiased)):
             old, momentum = given[name], given["momentum"]
             running.append((1 - momentum) * old + momentum * value.to(old.dtype))
         return normed, None, None, *running
