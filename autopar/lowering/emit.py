@@ -47,8 +47,8 @@ from autopar.lowering.verify import verify_emitted
 from autopar.lowering.verify_shapes import SHARD
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import FactorKind
-from autopar.rules.shard_call.attention import repeat_grouped_heads
 from autopar.rules.shard_call.dispatch import localiser
+from autopar.rules.shard_call.gpu_kernels import take_gpu_kernels
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, amounts
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import Choice
@@ -152,7 +152,7 @@ class _Emitter:
         put_in_loops(self.out, self.modules, self.outputs not in ("local", "local_sum"))
         if self.parameters.gate is not None:
             put_gate(self.out, self.modules, self.parameters.gate)
-        repeat_grouped_heads(self.out, self.groups.device_type)
+        take_gpu_kernels(self.out, self.groups.device_type)
         module = with_regions(self.out, self.modules, self.regions)
         draws = tuple(self.drawings.ops)
         returned = self.reshard_plan.results[len(self.graph.exported.mutations) :]
@@ -165,7 +165,7 @@ class _Emitter:
         """Return the module of the graph of one micro-batch."""
         # The gradients of all micro-batches add up right after their backward, so they may not be pending then.
         self.sum_bytes |= put_in_buckets(graph, modules, self.by_node, replace(self.parameters, awaited=False))
-        repeat_grouped_heads(graph, self.groups.device_type)
+        take_gpu_kernels(graph, self.groups.device_type)
         return with_regions(graph, modules, self.regions)
 
     def _inputs(self) -> list[str]:
