@@ -31,6 +31,7 @@ SECTIONS: dict[str, tuple[str, int, int]] = {
     "calib": ("kernels", 90, 300),
     "predict": ("shards", 75, 300),
     "shards": ("shards", 60, 300),
+    "kinds": ("kinds", 60, 300),
     "options": ("options", 100, 300),
     "experts": ("options", 40, 180),
     "long": ("options", 60, 240),
@@ -49,9 +50,12 @@ def main() -> int:
         _run_here(options)
         return 0
     limit = options.seconds if not options.tiny else sum(tiny for _, _, tiny in SECTIONS.values())
+    chosen = options.only or list(SECTIONS)
+    # More time than the sections usually need is shared among them.
+    factor = max(1.0, limit / sum(_usual(options, name) for name in chosen))
     begun, found = time.monotonic(), {}
-    for name in options.only or SECTIONS:
-        found[name] = _run(options, name, limit - (time.monotonic() - begun))
+    for name in chosen:
+        found[name] = _run(options, name, factor, limit - (time.monotonic() - begun))
         print(f"{name}: {found[name]['status']}, {found[name]['seconds']:.0f} s", file=sys.stderr, flush=True)
     (options.out / "all.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     _print(found)
@@ -89,11 +93,16 @@ def _run_here(options: argparse.Namespace) -> None:
     os._exit(0)  # a CUDA context or a process group must not spoil the exit code
 
 
-def _run(options: argparse.Namespace, name: str, seconds_left: float) -> dict[str, Any]:
+def _usual(options: argparse.Namespace, name: str) -> int:
+    """Return the seconds that a section usually needs."""
+    _, seconds, tiny = SECTIONS[name]
+    return tiny if options.tiny else seconds
+
+
+def _run(options: argparse.Namespace, name: str, factor: float, seconds_left: float) -> dict[str, Any]:
     """Run a section in a process; what it had written counts also when its time is over."""
     if seconds_left < 10:
         return {"status": "skipped: no time left", "seconds": 0.0, "parts": {}}
-    _, usual, tiny = SECTIONS[name]
     file, log = options.out / f"{name}.json", options.out / f"{name}.log"
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu", "--section", name, "--out", str(options.out)]
@@ -101,7 +110,7 @@ def _run(options: argparse.Namespace, name: str, seconds_left: float) -> dict[st
     with log.open("wb") as written:
         process = subprocess.Popen(command + ["--tiny"] * options.tiny, stdout=written, stderr=written)
         try:
-            code: int | None = process.wait(min(seconds_left, tiny if options.tiny else usual))
+            code: int | None = process.wait(min(seconds_left, factor * _usual(options, name)))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

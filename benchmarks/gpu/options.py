@@ -50,16 +50,28 @@ def options(setting: Setting) -> None:
     reference: dict[str, Tensor] = {}
     for name, asked in OPTIONS.items():
         setting.part(name, partial(_under, setting, model, inputs, asked, reference))
+    for name in ("bf16", "fp8"):
+        compiled = partial(_under, setting, model, inputs, OPTIONS[name], reference, compiled=True)
+        setting.part(f"{name}_compiled_layers", compiled)
 
 
 def _under(
-    setting: Setting, model: nn.Module, inputs: Any, asked: Mapping[str, Any], reference: dict[str, Tensor]
+    setting: Setting,
+    model: nn.Module,
+    inputs: Any,
+    asked: Mapping[str, Any],
+    reference: dict[str, Tensor],
+    compiled: bool = False,
 ) -> Mapping[str, Any]:
     given = {"layout": WHOLE, "precision": "bf16", **asked}
-    plan = autopar.plan(model, "dp=1", inputs, cluster=cluster_here(), outputs="loss", cache=False, **given)
+    on_host = {name: value.cpu() for name, value in inputs.items()}
+    plan = autopar.plan(model, "dp=1", on_host, cluster=cluster_here(), outputs="loss", cache=False, **given)
     copied = nn.Module.to(copy.deepcopy(model), setting.device)
     module = autopar.parallelize(copied, "dp=1", inputs, layout=plan, outputs="loss")
     del copied
+    if compiled:
+        # Inductor's compilation takes minutes on a busy CPU and is tested elsewhere.
+        module.compile_layers(**({"backend": "aot_eager"} if setting.tiny else {}))
     found = compared(setting, module, inputs, plan)
     gradients = {name: _local(parameter.grad).float().cpu() for name, parameter in module.named_parameters()}
     if not reference:

@@ -24,8 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from autopar.lowering.collectives.start_group import choose_gloo_interface
 from autopar.plans.cluster_here import cluster_here
 from autopar.runtime.agreement import Agreement
+from examples.resnet import resnet
 
-__all__ = ["Setting", "llama", "one_process", "one_rank_of", "stepper"]
+__all__ = ["Setting", "bert", "llama", "one_process", "one_rank_of", "resnet_50", "stepper"]
 
 Step = Callable[[], object]
 
@@ -144,6 +145,28 @@ def llama(setting: Setting, layers: int = 16, batch: int = 4, seq: int = 2048, *
     with setting.device:
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **config))
         ids = torch.randint(config["vocab_size"], (batch, seq))
+    return nn.Module.to(model, torch.bfloat16), {"input_ids": ids, "labels": ids}
+
+
+def resnet_50(setting: Setting) -> Any:
+    """Return a ResNet-50 with 64 images of 224 by 224."""
+    images = {"depth": 50, "width": 64, "image": 224, "classes": 1000, "batch": 64}
+    return resnet(device=str(setting.device), loss=True, train=True, **({"batch": 2} if setting.tiny else images))
+
+
+def bert(setting: Setting) -> Any:
+    """Return a BERT-large in bfloat16 with 16 texts of 512 tokens."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes: dict[str, Any] = {"vocab_size": 30522, "hidden_size": 1024, "intermediate_size": 4096}
+    sizes |= {"num_hidden_layers": 24}
+    if setting.tiny:
+        sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    heads = 4 if setting.tiny else 16
+    with setting.device:
+        model = BertForMaskedLM(BertConfig(num_attention_heads=heads, **sizes, **dropout))
+        ids = torch.randint(sizes["vocab_size"], (2, 16) if setting.tiny else (16, 512))
     return nn.Module.to(model, torch.bfloat16), {"input_ids": ids, "labels": ids}
 
 

@@ -20,10 +20,9 @@ from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan
 from autopar.submesh import SubMesh
-from benchmarks.gpu.setting import Setting, llama, one_process, one_rank_of, stepper
+from benchmarks.gpu.setting import Setting, bert, llama, one_process, one_rank_of, resnet_50, stepper
 from examples.gpt import gpt
 from examples.moe import moe
-from examples.resnet import resnet
 
 __all__ = ["beside", "measured", "predict", "shards", "sync"]
 
@@ -155,29 +154,13 @@ def _models(setting: Setting) -> dict[str, Callable[[], Any]]:
     device = str(setting.device)
     small: dict[str, Any] = {"vocab": 1024, "seq": 128, "batch": 8, "layers": 4, "d_model": 256, "heads": 4}
     experts = {"layers": 4, "d_model": 1024, "heads": 16, "d_ff": 4096, "vocab": 32000, "seq": 512, "batch": 8}
-    images = {"depth": 50, "width": 64, "image": 224, "classes": 1000, "batch": 64}
     if setting.tiny:
-        small, experts, images = {}, {}, {"batch": 2}
+        small, experts = {}, {}
     return {
         "llama": lambda: llama(setting),
         "llama_long": lambda: llama(setting, batch=1, seq=16384),
         "gpt": lambda: gpt(device=device, **small),
-        "resnet": lambda: resnet(device=device, loss=True, train=True, **images),
+        "resnet": lambda: resnet_50(setting),
         "moe": lambda: moe(device=device, **experts),
-        "bert": lambda: _bert(setting),
+        "bert": lambda: bert(setting),
     }
-
-
-def _bert(setting: Setting) -> Any:
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes: dict[str, Any] = {"vocab_size": 30522, "hidden_size": 1024, "intermediate_size": 4096}
-    sizes |= {"num_hidden_layers": 24}
-    if setting.tiny:
-        sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    heads = 4 if setting.tiny else 16
-    with setting.device:
-        model = BertForMaskedLM(BertConfig(num_attention_heads=heads, **sizes, **dropout))
-        ids = torch.randint(sizes["vocab_size"], (2, 16) if setting.tiny else (16, 512))
-    return nn.Module.to(model, torch.bfloat16), {"input_ids": ids, "labels": ids}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.plans.cluster_here import cluster_here
-from benchmarks.gpu.setting import Setting, llama, one_process, stepper
+from benchmarks.gpu.setting import Setting, llama, one_process, resnet_50, stepper
 
 __all__ = ["env", "graphs", "optim", "steps"]
 
@@ -64,12 +64,19 @@ def steps(setting: Setting) -> None:
         module = autopar.parallelize(small, "dp=1", given, layout="ddp")
         return setting.medians({"plain": stepper(small, given), "autopar": stepper(module, given)}, 32)
 
+    def images() -> Mapping[str, Any]:
+        small, given = resnet_50(setting)
+        module = autopar.parallelize(small, "dp=1", given, layout="ddp")
+        one, other = stepper(small, given), stepper(module, given)
+        peaks = {"plain_peak_gib": setting.peak_gib(one), "autopar_peak_gib": setting.peak_gib(other)}
+        return {**setting.medians({"plain": one, "autopar": other}, 8), **peaks}
+
     def compiled() -> Mapping[str, Any]:
         short, given = llama(setting, layers=4)
         modules = {"plain": short, "autopar": autopar.parallelize(short, "dp=1", given, layout="ddp")}
         return setting.medians(_compiled(setting, modules, given, None), 8)
 
-    for part in (same, eager, host_bound, compiled):
+    for part in (same, eager, host_bound, images, compiled):
         setting.part(part.__name__, part)
 
 
