@@ -84,6 +84,10 @@ class Scaled(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
+def other_device(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.ones(4, device="meta")
+
+
 def random_function(net: Net, x: torch.Tensor) -> torch.Tensor:
     return Dropped.apply(x)
 
@@ -206,6 +210,12 @@ def experts(net: Net, x: torch.Tensor) -> torch.Tensor:
         (generator, None, "its result contains a generator, which can be read only once: use a tuple", "return"),
         (tensor_set, None, "its result contains a set of tensors, which has no order", "return tensors"),
         (raises, 'raise KeyError("no such thing")', "it raised KeyError: 'no such thing'", "outside of autopar"),
+        (
+            other_device,
+            'return x + torch.ones(4, device="meta")',
+            "an op gets tensors on two devices, cpu and meta",
+            "move the model and its inputs to one device",
+        ),
         (wrong_shape, "return x @ torch.zeros(3, 3)", "it raised RuntimeError: a and b must have same", "inputs"),
     ],
 )

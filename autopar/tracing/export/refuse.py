@@ -200,6 +200,13 @@ def _explain(chain: list[BaseException]) -> tuple[str, str]:
             "use detach() instead of .data, and a buffer for a tensor that stays from call to call",
         )
     text = (str(error).strip() or "no message").splitlines()[0]
+    devices = re.search(r"two (?:different )?devices,? (\S+?),? (?:and )?(\w+(?::\d+)?)", text)
+    if devices is not None:
+        return (
+            f"an op gets tensors on two devices, {devices[1]} and {devices[2]}",
+            "move the model and its inputs to one device, model.to(device) and inputs.to(device), "
+            "and make the tensors of the forward there",
+        )
     if isinstance(error, UserError):
         return f"torch.export fails: {text}", "change this part of the forward"
     return (
