@@ -1,8 +1,9 @@
 """`examples/train_elastic.py` as a worker that dies where the environment says: kill -9, in the midst of an op.
 
 `KILLS` lists `PLACE:STEP:AGENT:WHAT`. PLACE is `forward`, `backward` or `save`; WHAT is `worker`, or `agent` for this
-worker and its agent. `WAITS` lists `STEP:RANKS:KILLS`, where a run on so many ranks waits for further ones, after so
-many kills.
+worker and its agent. In a forward or a backward, a worker dies only after the last save is complete: the save runs
+beside the steps, as fast as the disk. `WAITS` lists `STEP:RANKS:KILLS`, where a run on so many ranks waits for further
+ones, after so many kills.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import training  # noqa: E402
 KILLS = [kill.split(":") for kill in os.environ["KILLS"].split()]
 WAITS = [tuple(map(int, wait.split(":"))) for wait in os.environ["WAITS"].split()]
 AGENT, MARKS = os.environ["AGENT"], Path(os.environ["MARKS"])
+FOLDER = Path(sys.argv[sys.argv.index("--folder") + 1])
+SAVE_EVERY = 5  # the default of the example
 
 
 def die(place: str, step: int) -> None:
@@ -38,9 +41,16 @@ def die(place: str, step: int) -> None:
                 (MARKS / f"kill{number}").touch(exist_ok=False)
             except FileExistsError:
                 continue
+            if place != "save":
+                wait_for_save(step - step % SAVE_EVERY)
             if what == "agent":
                 os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_save(step: int) -> None:
+    while step > 0 and not (FOLDER / f"step{step}" / ".metadata").exists():
+        time.sleep(0.05)
 
 
 class DieInStep(TorchDispatchMode):
