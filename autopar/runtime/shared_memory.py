@@ -23,8 +23,11 @@ from autopar.lowering.passes.hoist_small_sums import ROOM
 
 __all__ = ["SENT", "SharedExchange", "SharedMemory"]
 
-# Number of exchanges that a rank may leave unread: rows are reused in a ring of this length.
+# Number of exchanges in the memory: rows are reused in a ring of this length.
 EXCHANGES = 8
+# Number of exchanges that a rank may leave unread. A rank that read later would let the others wait for each other at
+# every `send`, since a row is reused only when all have read it.
+UNREAD = EXCHANGES // 2
 # Numbers that a rank sends in an exchange: the one to compare, and further ones.
 SENT = ROOM + 1
 # Numbers in a row: the number of the exchange, the numbers sent, a checksum.
@@ -107,7 +110,7 @@ class SharedMemory:
     def send(self, numbers: Sequence[int]) -> SharedExchange:
         """Write at most `SENT` signed 64 bit numbers; all ranks call this equally often."""
         # Own exchanges that were never read would block the ring for all ranks.
-        for exchange in [each for number, each in self._unread.items() if number <= self._number + 1 - EXCHANGES]:
+        for exchange in [each for number, each in self._unread.items() if number <= self._number + 1 - UNREAD]:
             exchange.rows()
         self._number += 1
         number = self._number

@@ -20,7 +20,7 @@ from autopar.lowering.collectives.process_groups import device_mesh
 from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.mesh import Mesh
 from autopar.runtime.agreement import Agreement
-from autopar.runtime.shared_memory import EXCHANGES, SharedMemory
+from autopar.runtime.shared_memory import EXCHANGES, UNREAD, SharedMemory
 from tests.gaps import number
 from tests.runtime.launcher import endings, launch
 
@@ -220,6 +220,20 @@ def test_numbers_go_through_shared_memory() -> None:
         assert found["channel"], "three ranks on one host"
         assert found["results"] == expected
         assert found["differ"] is None
+
+
+def test_ranks_that_never_read_do_not_wait_for_each_other() -> None:
+    created = SharedMemory.create(2)
+    assert created is not None
+    with created[1] as file:
+        # In one process: a rank that waits here waits for nobody, which is an error.
+        ranks = [SharedMemory(file, me, 2, limit_seconds=0.5) for me in (0, 1)]
+        # Each is ahead in turn, by as many exchanges as it may leave unread.
+        for turn in range(4 * EXCHANGES):
+            for rank in ranks if turn % 2 else ranks[::-1]:
+                for number in range(UNREAD):
+                    last = rank.send((turn, number))
+    assert [row[:2] for row in last.rows()] == [[turn, UNREAD - 1]] * 2
 
 
 def without_memory() -> tuple[bool, Any]:
