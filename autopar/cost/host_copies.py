@@ -55,7 +55,7 @@ def exposed_state_seconds(state_bytes: float, step_bytes: float, cluster: Cluste
 
     Its states come and go beside the steps of other parameters, both ways at once.
     """
-    return max(0.0, host_copy_seconds(state_bytes, cluster, STATES) - step_bytes / cluster.device.stream)
+    return max(0.0, host_copy_seconds(state_bytes, cluster, STATES) - step_bytes / cluster.device.optimizer_stream)
 
 
 def host_copy_seconds(size: float, cluster: Cluster, what: tuple[str, str] = SAVED) -> float:

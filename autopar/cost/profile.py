@@ -113,9 +113,9 @@ class TaskBuilder(ParameterPasses):
             host = work.launches * self.launch
             yield Task(name, "compute", direction, work.seconds, bytes=work.bytes, flops=work.flops, host_seconds=host)
 
-    def memory_op(self, name: str, direction: Direction, size: float) -> Task:
+    def memory_op(self, name: str, direction: Direction, size: float, rate: float | None = None) -> Task:
         """Return an op that reads and writes `size` bytes and computes nothing."""
-        seconds = seconds_of_bytes(size, self.device)
+        seconds = seconds_of_bytes(size, self.device, rate)
         return Task(name, "compute", direction, seconds, bytes=size, host_seconds=self.launch if size else 0.0)
 
     def gradient_sum(self, name: str, sharding: Sharding) -> Task:
@@ -425,7 +425,7 @@ class _Profiler:
             for tensor in parameters
             if tensor.requires_grad
         )
-        step = self.tasks.memory_op("optimizer", "optimizer", total)
+        step = self.tasks.memory_op("optimizer", "optimizer", total, self.tasks.device.optimizer_stream)
         if not plan.options.offload_states:
             return (step,)
         copied = exposed = 0.0

@@ -182,6 +182,7 @@ def test_a_file_says_what_was_measured_and_keeps_the_rest(tmp_path: Path) -> Non
     assert (device.host_seconds, device.op_seconds) == (pytest.approx(HOST), 0.0)
     assert (device.memory_bytes, device.launch_seconds) == (85e9, 4e-6)
     assert (device.hbm_bytes_per_second, device.stream) == (shipped.hbm_bytes_per_second, 2.9e12)
+    assert device.optimizer_stream == pytest.approx(shipped.optimizer_stream)
     attention = device.attention
     assert (attention.rows, attention.softmax) == (shipped.attention.rows, SOFTMAX)
     assert (attention.forward_fraction, attention.backward_fraction) == pytest.approx((0.5, 0.3), rel=0.03)

@@ -125,6 +125,7 @@ def test_a_slower_device_takes_longer_for_everything() -> None:
     slow = device.at_speed(0.5)
     assert slow.peak_flops["bfloat16"] == device.peak_flops["bfloat16"] / 2
     assert (slow.stream, slow.launch_seconds) == (device.stream / 2, device.launch_seconds * 2)
+    assert slow.optimizer_stream == device.optimizer_stream / 2
     assert slow.matrix is not None
     assert device.matrix is not None
     assert slow.matrix.start_seconds == device.matrix.start_seconds * 2

@@ -57,6 +57,22 @@ def test_the_slower_of_step_and_link_counts(graph: NamedGraph) -> None:
         assert found.compute.optimizer_seconds == pytest.approx(max(copies, usual), rel=0.02)
 
 
+def test_a_step_is_priced_at_its_own_rate(graph: NamedGraph) -> None:
+    """AdamW reads parameter, gradient and two states, and writes all but the gradient; the search prices the same."""
+    plan = plan_of(graph, TrainingOptions())
+    for rate in (None, 1e9):
+        cluster = replace(H100, device=replace(H100.device, optimizer_bytes_per_second=rate))
+        bytes_moved = 7 * 4 * count_of(graph) / 2
+        seconds = bytes_moved / (rate or H100.device.stream)
+        found = evaluate(graph, plan, cluster).compute.optimizer_seconds
+        assert found == pytest.approx(
+            max(seconds + cluster.device.start_seconds, cluster.device.launch_seconds), rel=0.02
+        )
+        solved = solve_plan(graph, {"dp": 1}, cluster, memory_bytes=1e12, time_limit=60)
+        # Of one plan, so the bound is its price by the tables of the search.
+        assert solved.bound_seconds == pytest.approx(solved.costs.step_seconds, rel=0.02)
+
+
 def test_a_search_fits_more(graph: NamedGraph) -> None:
     # Parameters, gradients and states take 16 bytes a parameter, those on the device alone eight.
     limit = 15.5 * count_of(graph)

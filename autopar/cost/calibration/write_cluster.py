@@ -109,6 +109,7 @@ def _device(measurements: Measurements, products: MultiplyFit, shipped: Device |
         f"memory = {_measured(measurements.memory_bytes / 1e9, 'GB')}",
         *memory,
         f"launch = {_measured(measurements.launch_seconds * 1e6, 'us')}",
+        *_optimizer(shipped),
         *_start(shipped),
         *_overhead(measurements),
         *_sustained(fit_sustained(products, measurements.chain), shipped),
@@ -137,6 +138,13 @@ def _overhead(measurements: Measurements) -> list[str]:
         return [f"host = {_measured(spent * 1e6, 'us')}"] if spent > 0 else []
     more = measurements.overhead_seconds - measurements.launch_seconds
     return [f"op = {_measured(more * 1e6, 'us')}"] if more > 0 else []
+
+
+def _optimizer(shipped: Device | None) -> list[str]:
+    """Return the rate of an optimizer's step, which is not measured."""
+    if shipped is None or shipped.optimizer_bytes_per_second is None:
+        return []
+    return [f"optimizer = {_inherited(shipped.optimizer_bytes_per_second / 1e9, 'GB/s')}"]
 
 
 def _start(shipped: Device | None) -> list[str]:

@@ -67,6 +67,8 @@ class Device:
     peak_flops: Mapping[str, float]
     # Memory bandwidth that large elementwise ops reach; None: that of the datasheet.
     stream_bytes_per_second: float | None = None
+    # Memory bandwidth that the step of an optimizer reaches, which has more streams; None: that of elementwise ops.
+    optimizer_bytes_per_second: float | None = None
     # Time in which a kernel starts and ends, before and after it moves bytes at that bandwidth.
     start_seconds: float = 0.0
     # Tiles and waves of matrix products; None: the roofline of peak and memory.
@@ -95,6 +97,10 @@ class Device:
         return self.stream_bytes_per_second or self.hbm_bytes_per_second
 
     @property
+    def optimizer_stream(self) -> float:
+        return self.optimizer_bytes_per_second or self.stream
+
+    @property
     def host_bytes_per_second(self) -> float | None:
         """Return the rate of copies to the host; a process of a CPU reads and writes its own memory."""
         if self.host_link_bytes_per_second is None and self.op_seconds:
@@ -109,13 +115,17 @@ class Device:
             name: MappingProxyType({key: fraction * rate for key, rate in getattr(self, name).items()})
             for name in ("peak_flops", "forward_bytes_per_second", "backward_bytes_per_second")
         }
-        stream = None if self.stream_bytes_per_second is None else fraction * self.stream_bytes_per_second
+
+        def slowed(rate: float | None) -> float | None:
+            return None if rate is None else fraction * rate
+
         # Products and attention are priced by these rates and by the start of an op.
         matrix = None if self.matrix is None else self.matrix.at_speed(fraction)
         return replace(
             self,
             hbm_bytes_per_second=fraction * self.hbm_bytes_per_second,
-            stream_bytes_per_second=stream,
+            stream_bytes_per_second=slowed(self.stream_bytes_per_second),
+            optimizer_bytes_per_second=slowed(self.optimizer_bytes_per_second),
             launch_seconds=self.launch_seconds / fraction,
             start_seconds=self.start_seconds / fraction,
             op_seconds=self.op_seconds / fraction,

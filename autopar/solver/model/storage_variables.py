@@ -110,7 +110,7 @@ class StorageVariables(ModelBuilder):
                 if tensor.kind == "param" and tensor.requires_grad and self.setting.trains:
                     prices = self.setting.prices
                     size = prices.optimizer_bytes(tensor.name, one.layout, options.optimizer)
-                    sums[Sum.OPTIMIZER, i] += size / prices.device.stream
+                    sums[Sum.OPTIMIZER, i] += size / prices.device.optimizer_stream
                     if options.offload_states:
                         states = prices.state_bytes(tensor.name, one.layout, options.optimizer)
                         sums[Sum.OPTIMIZER, i] += exposed_state_seconds(states, size, self.setting.cluster)
