@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 from autopar.lowering.modules import float8
@@ -110,3 +114,25 @@ def test_frozen_operands_have_no_gradient_and_save_nothing(trained: tuple[bool, 
     assert len(saved) == sum(trained)
     for one, is_trained, expected in zip((x, weight), trained, whole, strict=True):
         assert torch.equal(one.grad, expected.grad) if is_trained else one.grad is None
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_compiler_sees_scales_and_casts(rows: bool) -> None:
+    """They are then fused with the ops around them; the numbers are those of the eager op."""
+    x, weight, bias, gradient = operands()
+    operand = [one.requires_grad_() for one in (x, weight, bias)]
+    graphs: list[str] = []
+
+    def compiler(module: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(module.code)
+        return make_boxed_func(module.forward)
+
+    compiled = torch.compile(float8_linear, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
+    made = [call(*operand, rows) for call in (float8_linear, compiled)]
+    assert torch.equal(*made)
+    gradients = [torch.autograd.grad(one, operand, gradient) for one in made]
+    assert all(map(torch.equal, *gradients))
+    assert len(graphs) == 2, "forward and backward"
+    for code in graphs:
+        assert "float8_e4m3fn" in code
+        assert "autopar.float8" not in code

@@ -8,11 +8,12 @@ for each row. `torch._scaled_mm` multiplies; sizes that it does not take are mul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from autopar.ir.analysis.float8_linears import in_float8
 from autopar.ir.precision import Precision
@@ -158,5 +159,23 @@ torch.library.register_fake(
     lambda gradient, x, rows: gradient.new_empty(gradient.shape[-1], x.shape[-1]),
     lib=_LIBRARY,
 )
+
+
+def _in_parts(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a function by which a compiler sees the ops inside of one of ours, and fuses scales and casts."""
+
+    def run(mode: FunctionalTensorMode, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode:
+            return function(*args, **kwargs)
+
+    return run
+
+
+for _name, _function in (
+    ("float8_linear", _linear),
+    ("float8_input_gradient", _input_gradient),
+    ("float8_weight_gradient", _weight_gradient),
+):
+    torch.library.register_torch_dispatch(f"autopar::{_name}", FunctionalTensorMode, _in_parts(_function), lib=_LIBRARY)
 FLOAT8_LINEAR = torch.ops.autopar.float8_linear.default
 torch.library.register_autograd("autopar::float8_linear", _backward, setup_context=_setup, lib=_LIBRARY)
