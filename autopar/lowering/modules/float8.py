@@ -143,24 +143,6 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return of_input, of_weight, _matrix(gradient).sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-_LIBRARY.impl("float8_linear", _linear, "CompositeExplicitAutograd")
-_LIBRARY.impl("float8_input_gradient", _input_gradient, "CompositeExplicitAutograd")
-_LIBRARY.impl("float8_weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "autopar::float8_linear", lambda x, weight, bias, rows: x.new_empty(*x.shape[:-1], weight.shape[0]), lib=_LIBRARY
-)
-torch.library.register_fake(
-    "autopar::float8_input_gradient",
-    lambda gradient, weight, rows: gradient.new_empty(*gradient.shape[:-1], weight.shape[1]),
-    lib=_LIBRARY,
-)
-torch.library.register_fake(
-    "autopar::float8_weight_gradient",
-    lambda gradient, x, rows: gradient.new_empty(gradient.shape[-1], x.shape[-1]),
-    lib=_LIBRARY,
-)
-
-
 def _in_parts(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return a function by which a compiler sees the ops inside of one of ours, and fuses scales and casts."""
 
@@ -176,6 +158,20 @@ for _name, _function in (
     ("float8_input_gradient", _input_gradient),
     ("float8_weight_gradient", _weight_gradient),
 ):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_torch_dispatch(f"autopar::{_name}", FunctionalTensorMode, _in_parts(_function), lib=_LIBRARY)
+torch.library.register_fake(
+    "autopar::float8_linear", lambda x, weight, bias, rows: x.new_empty(*x.shape[:-1], weight.shape[0]), lib=_LIBRARY
+)
+torch.library.register_fake(
+    "autopar::float8_input_gradient",
+    lambda gradient, weight, rows: gradient.new_empty(*gradient.shape[:-1], weight.shape[1]),
+    lib=_LIBRARY,
+)
+torch.library.register_fake(
+    "autopar::float8_weight_gradient",
+    lambda gradient, x, rows: gradient.new_empty(gradient.shape[-1], x.shape[-1]),
+    lib=_LIBRARY,
+)
 FLOAT8_LINEAR = torch.ops.autopar.float8_linear.default
 torch.library.register_autograd("autopar::float8_linear", _backward, setup_context=_setup, lib=_LIBRARY)
