@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,6 +105,39 @@ def flatten_arguments(arguments: dict[str, Any], owner: str, error: type[Autopar
         return flatten(arguments, deep=True)
     except UnsupportedValueError as unsupported:
         raise error(f"the argument {unsupported.path!r} of {owner} holds {unsupported.problem}") from unsupported
+
+
+class CallReader:
+    """Flatten the arguments of calls of one module.
+
+    Calls with tensors alone that name the same arguments have one structure. It is kept from the latest of them, as
+    binding and flattening take as long as a layer of a small model.
+    """
+
+    def __init__(self, signature: inspect.Signature, owner: str) -> None:
+        self.signature = signature
+        self.owner = owner
+        # Names of the latest call with tensors alone, its arguments, and which of the values given each of them is.
+        self._names: tuple[Any, ...] | None = None
+        self._latest: Flattened
+        self._order: tuple[int, ...] = ()
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flattened:
+        names, values = (len(args), *kwargs), (*args, *kwargs.values())
+        has_tensors_alone = all(isinstance(value, Tensor) for value in values)
+        if has_tensors_alone and names == self._names:
+            tensors, paths = tuple([values[place] for place in self._order]), self._latest.paths
+            return Flattened(tensors, paths, self._latest.node, (dict(zip(paths, tensors, strict=True)),))
+        found = flatten_arguments(self._bound(args, kwargs), self.owner, AutoparError)
+        if has_tensors_alone:
+            places = range(len(values))
+            order = self._bound(places[: len(args)], dict(zip(kwargs, places[len(args) :], strict=True)))
+            self._names, self._order = names, tuple(order.values())
+            self._latest = replace(found, tensors=(), containers=())
+        return found
+
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return bind_call(self.signature, self.owner, tuple(args), dict(kwargs), AutoparError)
 
 
 def without_defaults(signature: inspect.Signature, node: Mapped) -> Mapped:

@@ -180,7 +180,7 @@ class CallCache:
             self.called[part] = part_of(whole, self.weights.skeleton, part, self.whole_graph)
         called = self.called[part]
         named = with_tensor(kwargs, self.options.local_inputs)
-        flat = CallSignature.read(called.signature, called.owner, args, named)
+        flat = called.reader.read(args, named)
         if not part:
             given = self._given(self._of_replica(flat if self.options.local_inputs else with_plain(flat)), "")
         else:

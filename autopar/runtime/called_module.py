@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.ir.call_arguments import signature_of
+from autopar.ir.call_arguments import CallReader, signature_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Flattened
 from autopar.runtime.call_outputs import whole
@@ -26,16 +26,23 @@ __all__ = ["CalledModule", "check_part", "part_of", "with_whole"]
 
 @dataclass(frozen=True)
 class CalledModule:
-    """Module of the model, the signature of its forward, and the planner of its calls."""
+    """Module of the model, the reader of its calls, and the planner of its calls."""
 
     path: str
-    owner: str
-    signature: inspect.Signature
+    reader: CallReader
     planner: Planner
+
+    @property
+    def owner(self) -> str:
+        return self.reader.owner
+
+    @property
+    def signature(self) -> inspect.Signature:
+        return self.reader.signature
 
     @staticmethod
     def whole_of(model: nn.Module, planner: Planner) -> CalledModule:
-        return CalledModule("", type(model).__name__, signature_of(model), planner)
+        return CalledModule("", CallReader(signature_of(model), type(model).__name__), planner)
 
 
 def part_of(called: CalledModule, model: nn.Module, path: str, graph: NamedGraph | None) -> CalledModule:
@@ -49,7 +56,7 @@ def part_of(called: CalledModule, model: nn.Module, path: str, graph: NamedGraph
         )
     if type(part).forward is nn.Module.forward:
         raise AutoparError(f"{owner} has no forward\nfix: call the modules in it one by one")
-    return CalledModule(path, owner, signature_of(part), called.planner.of_parts(graph))
+    return CalledModule(path, CallReader(signature_of(part), owner), called.planner.of_parts(graph))
 
 
 def check_part(called: CalledModule, options: TrainingOptions, grad_enabled: bool, replicas: bool) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError, LayoutError
-from autopar.ir.call_arguments import bind_call, check_overlaps, flatten_arguments, inputs_with, without_defaults
+from autopar.errors import LayoutError
+from autopar.ir.call_arguments import check_overlaps, inputs_with, without_defaults
 from autopar.ir.exported import Autocast
 from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Constant, Flattened, Items, Mapped, Node, Original, Shared, TensorLeaf, unflatten
@@ -52,11 +52,6 @@ class CallSignature:
     autocast: tuple[Autocast, ...]
     # Path of the module that is called; empty for the whole model.
     part: str = ""
-
-    @classmethod
-    def read(cls, signature: inspect.Signature, owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flattened:
-        """Return the flattened arguments of a call."""
-        return flatten_arguments(bind_call(signature, owner, args, kwargs, AutoparError), owner, AutoparError)
 
     @cached_property
     def key(self) -> tuple[Any, ...]:

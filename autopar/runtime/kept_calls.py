@@ -91,8 +91,13 @@ class _LatestUsed(Generic[_Value]):
     def __init__(self, most: int) -> None:
         self.most = most
         self._found: dict[Any, list[tuple[Mapped, _Value]]] = {}
+        # Looked at first: a key has hundreds of entries, whose hash takes longer than a comparison.
+        self._latest: tuple[Any, Mapped, _Value] | None = None
 
     def find(self, key: Any, structure: Mapped) -> _Value | None:
+        latest = self._latest
+        if latest is not None and latest[0] == key and latest[1] == structure:
+            return latest[2]
         entries = self._found.get(key)
         for place, (other, value) in enumerate(entries or ()):
             if other == structure:
@@ -100,12 +105,14 @@ class _LatestUsed(Generic[_Value]):
                 # The latest used stands last, both among keys and among the values of a key.
                 entries.append(entries.pop(place))
                 self._found[key] = self._found.pop(key)
+                self._latest = key, structure, value
                 return value
         return None
 
     def keep(self, key: Any, structure: Mapped, value: _Value) -> None:
         entries = [entry for entry in self._found.pop(key, ()) if entry[0] != structure]
         self._found[key] = [*entries, (structure, value)]
+        self._latest = key, structure, value
         while sum(map(len, self._found.values())) > self.most:
             oldest = next(iter(self._found))
             del self._found[oldest][0]

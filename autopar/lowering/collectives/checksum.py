@@ -30,6 +30,9 @@ def checksum(tensor: Tensor) -> int:
     """Return a checksum of a tensor's bits; two tensors that differ share one with a chance of 2**-32."""
     if tensor.is_meta or tensor.numel() == 0:
         return 0
+    if tensor.dtype in _OF_NUMPY and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        # The same bytes without six ops on tensors: inputs are summed at every call.
+        return zlib.crc32(tensor.detach().numpy().data)
     return zlib.crc32(_bytes_of(tensor).numpy().data)
 
 
@@ -45,6 +48,7 @@ def checksum_of_all(tensors: Iterable[Tensor]) -> int:
     return found
 
 
+_OF_NUMPY = frozenset((torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64))
 # Tensors from this size on are summed in so many blocks first: about 0.02 ms per MiB instead of 1 ms.
 LARGE_BYTES, BLOCKS = 2**17, 1024
 

@@ -176,6 +176,8 @@ def _received(
     if dtype.is_complex:
         columns = [tuple(map(complex, *pair)) for pair in zip(columns[::2], columns[1::2], strict=True)]
     sums = [wrapped(sum(column)) for column in columns]
+    if not shape and dtype is torch.int64:
+        return sums[0]
     if not dtype.is_floating_point and not dtype.is_complex:  # a sum may not fit: it runs over
         return torch.tensor(sums, dtype=torch.int64).to(dtype).reshape(shape)
     return torch.tensor(sums, dtype=dtype).reshape(shape) if shape else sums[0]
