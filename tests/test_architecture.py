@@ -37,7 +37,7 @@ LATE_IMPORTS = {
     "cli/": "torch takes seconds to import; help and errors do not wait for it",
     "mesh.py": "a mesh is checked before torch is loaded",
     "ir/precision.py": "a precision is checked before torch is loaded",
-    "solver/search/lagrangian.py": "ortools takes a second and small models do without",
+    "solver/search/cutting_planes.py": "ortools takes a second and small models do without",
     "solver/integer/mathopt_solver.py": "ortools takes a second and searches do without MathOpt",
     "solver/order_bound.py": "ortools takes a second and plans without stages do without",
 }

@@ -267,13 +267,10 @@ def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
     """Search the mesh; of a mesh of many axes, search joined axes first, unless the graph has few choices.
 
     The second search covers part of the choices, so its bound does not hold for all plans. On three axes another bound
-    does. A model that is too wide for elimination by options is searched by classes as well.
+    does.
     """
     if is_searched_whole(work):
-        ended = settle(work, beat_seconds)
-        # The bound by classes knows no limit on memory, so that of the search is higher under one.
-        is_wide = ended.search is not None and ended.search.elimination.hub is not None and not ended.search.is_limited
-        return replace(ended, bound=max(ended.bound, _whole_bound(work, ended, beat_seconds))) if is_wide else ended
+        return settle(work, beat_seconds)
     try:
         work = replace(work, ways=promising_choices(work))
     except OutOfTime:

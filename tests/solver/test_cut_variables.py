@@ -19,10 +19,12 @@ from autopar.solver.model.build import build
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MOMENTS, Hinges
 from autopar.solver.model.recompute_variables import layers_of
-from autopar.solver.search import elimination
+from autopar.solver.search import class_tables, elimination, lagrangian
+from autopar.solver.search.bucket_elimination import elimination_order
 from autopar.solver.search.elimination import Elimination
 from autopar.solver.search.reshard_shares import ReshardShares
 from autopar.solver.setting import PlanningProblem
+from autopar.solver.solve import SolvedPlan, solve_plan
 
 AXES = {"dp": 2, "tp": 2}
 
@@ -78,26 +80,75 @@ def cut(model: Model, monkeypatch: pytest.MonkeyPatch, entries: int) -> Eliminat
 def test_the_value_that_all_layers_read_is_cut_and_no_mode(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Elimination.of(model)
     assert whole.cut == ()
-    assert whole.hub is None
+    assert not whole.is_rough
     narrow = cut(model, monkeypatch, whole.plan.largest // 8)
     assert narrow.plan.largest <= whole.plan.largest // 8
-    assert narrow.hub is not None
-    hub = model.variables[narrow.hub]
-    assert (hub.kind, hub.name) == ("value", "/relu")
+    assert narrow.is_rough
+    assert ("value", "/relu") in {(model.variables[node].kind, model.variables[node].name) for node in narrow.cut}
     assert not any(model.variables[node].kind == "recompute" for node in narrow.cut)
 
 
 @pytest.mark.parametrize("price", [0.0, 1e-4, 1e-1])
-def test_the_bound_by_the_states_of_the_hub_lies_between(
-    model: Model, monkeypatch: pytest.MonkeyPatch, price: float
-) -> None:
+def test_elimination_by_classes_cuts_no_gradient(model: Model, monkeypatch: pytest.MonkeyPatch, price: float) -> None:
+    """It finds the least of the whole model, recompute modes included, with shared reshards and without."""
     weights, shares = weights_of(model, price), ReshardShares(model)
     whole = Elimination.of(model)
-    least, _ = whole.least_once(weights, shares)
     narrow = cut(model, monkeypatch, whole.plan.largest // 8)
-    by_hub = list(narrow.least_by_hub(weights, shares))
-    assert narrow.hub is not None
-    assert len(by_hub) == len(model.variables[narrow.hub].states)
-    assert narrow.least_once(weights, shares)[0] <= min(by_hub) * (1 + 1e-9)
-    assert min(by_hub) <= least * (1 + 1e-9)
-    assert narrow.least_once(weights, shares)[0] < least, "the cut costs something"
+    classes = narrow.by_classes()
+    assert not classes.is_rough
+    # With the same cut, by states.
+    plan = elimination_order(
+        [1 if node in classes.cut else len(each.states) for node, each in enumerate(model.variables)],
+        [left for scope in whole.scopes if (left := tuple(node for node in scope if node not in classes.cut))],
+    )
+    whole = Elimination(model, whole.scopes, classes.cut, plan)
+    least = whole.least(weights)
+    found = classes.least(weights)
+    assert found.value == pytest.approx(least.value, rel=1e-4)
+    assert found.value <= least.value
+    assert found.sums == pytest.approx(least.sums, rel=1e-5)
+    once, _ = whole.least_once(weights, shares)
+    assert classes.least_once(weights, shares)[0] == pytest.approx(once, rel=1e-4)
+    assert narrow.least_once(weights, shares)[0] < once, "the cut costs something"
+
+
+def test_more_variables_are_cut_where_classes_are_too_wide(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(model, 1e-4)
+    whole = Elimination.of(model)
+    narrow = cut(model, monkeypatch, whole.plan.largest // 8)
+    monkeypatch.setattr(class_tables, "LARGEST_STEP", whole.plan.largest // 64)
+    classes = narrow.by_classes()
+    assert classes.cut
+    found = classes.least(weights)
+    assert found.value <= whole.least(weights).value
+    settled = classes.settled(found.chosen, weights)
+    assert weights @ model.sums(settled) >= found.value
+    untouched = set(range(len(settled))).difference(classes.cut)
+    assert all(settled[node] == found.chosen[node] for node in untouched)
+
+
+def test_a_search_of_a_wide_model_proves_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With variables cut, the search ends with elimination by classes, and the same plan and bound."""
+    graph = autopar.trace(Readers(4, 64), {"x": torch.randn(16, 64), "y": torch.randn(16, 64)})
+    cluster = load_cluster("h100")
+
+    def solved() -> SolvedPlan:
+        return solve_plan(graph, SubMesh.of(AXES), cluster, strategies=False)
+
+    whole = solved()
+    entries = 300
+    monkeypatch.setattr(elimination, "LARGEST_TABLE", entries)
+    monkeypatch.setattr(elimination, "LARGEST_UNCUT", entries)
+    monkeypatch.setattr(lagrangian, "CLOSE", 0.0)
+    used = []
+    refined = Elimination.by_classes
+
+    def by_classes(given: Elimination) -> Elimination:
+        used.append(given)
+        return refined(given)
+
+    monkeypatch.setattr(Elimination, "by_classes", by_classes)
+    narrow = solved()
+    assert used
+    assert narrow.costs.step_seconds == pytest.approx(whole.costs.step_seconds, rel=1e-3)
+    assert narrow.bound_seconds == pytest.approx(whole.bound_seconds, rel=1e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopar.solver.search.lagrangian import best_multipliers
+from autopar.solver.search.cutting_planes import best_multipliers
 
 
 def test_a_program_that_preprocessing_calls_abnormal_is_solved() -> None:

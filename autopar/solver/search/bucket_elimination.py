@@ -51,6 +51,9 @@ class SharedTableElimination:
     # For each pattern and bucket, the first equal bucket.
     firsts: dict[object, list[int]] = field(default_factory=dict)
 
+    # What rounding may take off the least total, as a share of it.
+    rounding = 0.0
+
     @cached_property
     def largest(self) -> int:
         """Return the number of entries of the largest table that is made, before its variable is minimised."""

@@ -12,6 +12,7 @@ long models keep it; what rounding may add is taken off the answer.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -67,12 +68,13 @@ class ClassElimination:
     steps: tuple[_Step, ...]
     # Number of variables.
     count: int
-    firsts: dict[Hashable, list[int]] = field(default_factory=dict)
+    # By step: the tables of the latest call that it added up, its result, and the least that was taken off.
+    latest: dict[int, tuple[tuple[Single, ...], Single, float]] = field(default_factory=dict)
 
     def solve(self, costs: Sequence[Single], tables: Sequence[Single]) -> tuple[float, list[int]]:
         """Return a lower bound on the least total, close to it, and a state for every variable.
 
-        Equal costs and tables are one object each.
+        Equal costs and tables are one object each; those of the latest call are not added up again.
         """
         firsts = self._firsts(costs, tables)
         found: list[Single] = list(tables)
@@ -84,14 +86,28 @@ class ClassElimination:
                 found.append(found[len(tables) + first])
                 least[place] = least[first]
             else:
-                result = self._result(step, costs, found)
-                least[place] = float(result.min())
+                made, least[place] = self._known_result(place, step, costs, found)
                 if not np.isfinite(least[place]):
                     return np.inf, [0] * self.count
-                found.append(result - np.float32(least[place]))
+                found.append(made)
             total += least[place]
             size += abs(least[place])
         return total - ROUNDING * size, self._chosen(costs, found, firsts)
+
+    def _known_result(
+        self, place: int, step: _Step, costs: Sequence[Single], found: Sequence[Single]
+    ) -> tuple[Single, float]:
+        """Return the result of a step less its least, and the least."""
+        own = (costs[step.node],) if step.node < self.count else ()
+        inputs = (*own, *(found[number] for number in step.used))
+        known = self.latest.get(place)
+        if known is None or not all(map(operator.is_, inputs, known[0])):
+            result = self._result(step, costs, found)
+            least = float(result.min())
+            if np.isfinite(least):
+                result -= np.float32(least)
+            known = self.latest[place] = inputs, result, least
+        return known[1:]
 
     def _firsts(self, costs: Sequence[Single], tables: Sequence[Single]) -> list[int]:
         """Return for each step the first step that computes the same."""

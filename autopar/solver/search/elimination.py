@@ -16,9 +16,10 @@ from autopar.solver import Floats
 from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import Model
 from autopar.solver.search.bucket_elimination import SharedTableElimination, TooWide, elimination_order, fixed
+from autopar.solver.search.class_tables import ClassTables
 from autopar.solver.search.reshard_shares import ReshardShares
 
-__all__ = ["Elimination", "light_variables"]
+__all__ = ["Elimination", "growing_cuts", "light_variables"]
 
 LARGEST_TABLE = 2**21
 # Table size before a variable with a gradient is cut: a cut costs more of the bound than a larger table of time.
@@ -42,7 +43,7 @@ class Elimination:
     model: Model
     scopes: tuple[tuple[int, ...], ...]
     cut: tuple[int, ...]
-    plan: SharedTableElimination
+    plan: SharedTableElimination | ClassTables
     # The cut variables and those without a gradient, minimised together if that is narrow.
     inner: _CutVariables | None = None
 
@@ -68,6 +69,24 @@ class Elimination:
                 plan = _folded(model, scopes, cut)
         return Elimination(model, scopes, cut, plan, _CutVariables.of(model, scopes, cut))
 
+    @property
+    def is_rough(self) -> bool:
+        """Return whether variables with a gradient are cut, which costs much of the bound."""
+        return not set(self.cut).issubset(light_variables(self.model))
+
+    def by_classes(self) -> Elimination:
+        """Return an elimination by classes of states, with few variables cut.
+
+        It takes longer, so that a search begins without it.
+        """
+        for cut in growing_cuts(self.model):
+            try:
+                plan = ClassTables.of(self.model, self.scopes, cut)
+            except TooWide:
+                continue
+            return Elimination(self.model, self.scopes, cut, plan, _CutVariables.of(self.model, self.scopes, cut))
+        return self
+
     def least(self, weights: Floats) -> WeightedMinimum:
         """Return a lower bound on the weighted sum of all assignments."""
         weighted = _WeightedModel(self.model, weights, self.scopes)
@@ -81,25 +100,6 @@ class Elimination:
         shares.discount(weighted.costs, weighted.tables, weights)
         return self._solved(weighted, dict.fromkeys(self.cut), (shares,))
 
-    def least_by_hub(self, weights: Floats, shares: ReshardShares) -> Iterator[float]:
-        """Yield a lower bound on the assignments in which the hub has a state, for each of its states.
-
-        As in `least_once`, no reshard counts more than once.
-        """
-        assert self.hub is not None, "a variable is cut"
-        weighted = _WeightedModel(self.model, weights, self.scopes)
-        shares.discount(weighted.costs, weighted.tables, weights)
-        for state in range(len(self.model.variables[self.hub].states)):
-            cut = {**dict.fromkeys(self.cut), self.hub: state}
-            yield self._solved(weighted, cut, (shares, self.hub))[0]  # equal entries are the same at all states
-
-    @cached_property
-    def hub(self) -> int | None:
-        """Return the cut variable with a gradient that most factors have: its cut costs much of the bound."""
-        heavy = set(self.cut).difference(light_variables(self.model)) if self.cut else ()
-        degree = Counter(node for scope in self.scopes for node in scope if node in heavy)
-        return max(degree, key=lambda node: (degree[node], -node), default=None)
-
     def weighted(self, weights: Floats, shares: ReshardShares) -> tuple[list[Floats], list[Floats]]:
         """Return the weighted costs of all states and pairs, with nothing cut."""
         assert not self.cut, "what is cut has no costs of its own"
@@ -111,17 +111,26 @@ class Elimination:
         """Return an assignment with a low weighted sum; `near` is the minimum at weights like these."""
         weighted = _WeightedModel(self.model, weights, self.scopes)
         chosen = list(near) if near and self.cut else self._solved(weighted, dict.fromkeys(self.cut))[1]
-        states: dict[int, int | None] | None = None
-        for _ in range(MOST_SETTLING if self.cut else 0):
-            last = states
-            if self.inner is not None:
-                states = dict(self.inner.settled(weighted, chosen))
-            else:
-                states = {node: weighted.best_state(node, chosen) for node in self.cut}
+        states: dict[int, int] | None = None
+        # To eliminate by classes again takes long, and changes little.
+        for _ in range(0 if isinstance(self.plan, ClassTables) or not self.cut else MOST_SETTLING):
+            last, states = states, self._best_of_cut(weighted, chosen)
             if states == last:
-                break
+                return chosen
             _, chosen = self._solved(weighted, states)
-        return chosen
+        return self.settled(chosen, weights)
+
+    def settled(self, chosen: Sequence[int], weights: Floats) -> list[int]:
+        """Return an assignment with the best states of the cut variables beside the others."""
+        if not self.cut:
+            return list(chosen)
+        states = self._best_of_cut(_WeightedModel(self.model, weights, self.scopes), chosen)
+        return [states.get(node, state) for node, state in enumerate(chosen)]
+
+    def _best_of_cut(self, weighted: _WeightedModel, chosen: Sequence[int]) -> dict[int, int]:
+        if self.inner is not None:
+            return self.inner.settled(weighted, chosen)
+        return {node: weighted.best_state(node, chosen) for node in self.cut}
 
     @cached_property
     def touched(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -190,6 +199,16 @@ def light_variables(model: Model) -> list[int]:
         for node, variable in enumerate(model.variables)
         if variable.kind in ("held", "value") and not tensors[variable.name].requires_grad and degree[node] > 1
     ]
+
+
+def growing_cuts(model: Model) -> Iterator[tuple[int, ...]]:
+    """Yield variables to cut: values without a gradient, and beside them ever more of those that many factors have."""
+    light, degree = light_variables(model), Counter(node for factor in model.factors for node in factor.scope)
+    kinds = ("held", "value")
+    heavy = [node for node, one in enumerate(model.variables) if one.kind in kinds and degree[node] > 1]
+    heavy = sorted(set(heavy).difference(light), key=lambda node: (-degree[node], node))
+    for count in (0, *(2**i for i in range(len(heavy).bit_length() + 1))):
+        yield (*light, *heavy[:count])
 
 
 def _trained(graph: NamedGraph, name: str | None) -> bool:

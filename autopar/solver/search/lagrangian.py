@@ -11,8 +11,8 @@ two candidates, one that fits and one that is faster, splices are tried: one up 
 after it.
 
 Variables that make tables too large are cut (`bucket_elimination`). In the bound each table chooses their states for
-itself. At last the bound is taken at each state of the one with most factors, the hub. Candidates fix them at the
-states that fit best, until none changes.
+itself. Candidates fix them at the states that fit best, until none changes. If that costs much of the bound,
+elimination by classes follows, with few of them cut.
 """
 
 from __future__ import annotations
@@ -22,50 +22,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Any
 
 import numpy as np
 
 from autopar.solver import Floats, Ints
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, MOMENTS, Hinges, peak_gib
+from autopar.solver.search.cutting_planes import best_multipliers
 from autopar.solver.search.elimination import Elimination, WeightedMinimum
 from autopar.solver.search.reshard_shares import ReshardShares
 from autopar.solver.search.splice import places_of
 
-__all__ = ["FEW", "MANY", "Candidate", "LagrangianSearch", "best_multipliers", "by_seconds"]
-
-
-# -- cutting planes ----------------------------------------------------------------------------------------------------
-
-
-# LP solvers and parameters. With its preprocessing, GLOP reports some small programs as abnormal.
-WAYS = (("GLOP", "use_preprocessing:false"), ("GLOP", "use_dual_simplex:true"), ("CLP", ""))
-
-
-def best_multipliers(bases: Floats, slopes: Floats, most: Floats) -> tuple[float, Floats]:
-    """Return the maximum of min(bases + slopes @ multipliers), multipliers from 0 to `most`; a row for each plane."""
-    from ortools.linear_solver import pywraplp  # late: it takes a while to import
-
-    status = pywraplp.Solver.NOT_SOLVED
-    for name, parameters in WAYS:
-        solver: Any = pywraplp.Solver.CreateSolver(name)
-        if solver is None:
-            continue
-        if parameters:
-            solver.SetSolverSpecificParametersAsString(parameters)
-        prices = [solver.NumVar(0.0, limit, "") for limit in most.tolist()]
-        least = solver.NumVar(-solver.infinity(), solver.infinity(), "")
-        for base, row in zip(bases.tolist(), slopes.tolist(), strict=True):
-            solver.Add(least <= base + sum(slope * price for slope, price in zip(row, prices, strict=True)))
-        solver.Maximize(least)
-        status = solver.Solve()
-        if status == pywraplp.Solver.OPTIMAL:
-            return float(least.solution_value()), np.array([price.solution_value() for price in prices])
-    raise AssertionError(f"a linear program that has a solution was not solved (status {status})")
+__all__ = ["FEW", "MANY", "Candidate", "LagrangianSearch", "by_seconds"]
 
 
 MOST_ROUNDS = 25
+# Rounds of elimination by classes, which takes long, and the gap up to which there are none.
+MOST_REFINED, CLOSE = 8, 2e-3
 # In models of at most this many variables one op matters, so candidates beside the best multipliers are priced; and
 # in models of at most this many, if the gap is large.
 FEW, MANY = 600, 2500
@@ -195,6 +168,11 @@ class LagrangianSearch:
         return self.limit_gib - missed
 
     @property
+    def _accuracy(self) -> float:
+        """Return by which share of it a bound may be below the least that it can be."""
+        return max(0.1 * self.gap, self.elimination.plan.rounding)
+
+    @property
     def is_closed(self) -> bool:
         return bool(np.isfinite(self.best)) and self.best - self.model_bound <= self.gap * self.best
 
@@ -295,7 +273,7 @@ class LagrangianSearch:
             self._minimum_at(np.append(np.ones(self.count), np.zeros(len(MOMENTS))))
         upper, prices = self._master(aim_gib)
         for _ in range(MOST_ROUNDS):
-            if upper - self._bound_at(aim_gib) <= 0.1 * self.gap * abs(upper) or self.is_late():
+            if upper - self._bound_at(aim_gib) <= self._accuracy * abs(upper) or self.is_late():
                 break
             self._minimum_at(prices)
             upper, prices = self._master(aim_gib)
@@ -340,7 +318,29 @@ class LagrangianSearch:
             if self.is_closed or self.model_bound >= FORBIDDEN_SECONDS or time.monotonic() > self.deadline:
                 return
             upper, prices = self._master(np.inf)
-            if upper - self.model_bound <= 0.1 * self.gap * abs(upper):
+            if upper - self.model_bound <= self._accuracy * abs(upper):
+                return
+
+    def refine(self) -> None:
+        """Raise the bound of a model with cut variables by elimination by classes, at multipliers near the best."""
+        is_close = self.best - self.model_bound <= CLOSE * self.best
+        if not self.elimination.is_rough or not self.answers or is_close or self.is_late():
+            return
+        limit = self.least_limit_gib
+        known, prices, _, _ = self._best_answer(limit)
+        rough, planes = self.elimination, self.planes
+        self.elimination = rough.by_classes()
+        # Sums of minima with cut variables bound no others.
+        self.planes = [one.sums for one in (*self.found.values(), *self.passed)]
+        for _ in range(MOST_REFINED):
+            self._minimum_at(prices)
+            if self.model_bound <= known:  # more is cut than before
+                self.elimination, self.planes = rough, planes
+                return
+            weights, _ = self.hinges.weights(prices[: self.count])
+            self.try_out(self.elimination.candidate(weights + prices[self.count :] @ MOMENTS, self.looked[-1].chosen))
+            upper, prices = self._master(limit)
+            if upper - self.model_bound <= self._accuracy * abs(upper) or self.is_late():
                 return
 
     # -- shared reshards
@@ -361,19 +361,12 @@ class LagrangianSearch:
             value, chosen = self.elimination.least_once(weights, self.shares)
             self.counted.append((value + constant, prices))
             if prices_plans:
-                self._try_shared(chosen)
+                self._try_shared(self.elimination.settled(chosen, weights))
             missing = min(target, self.best) - self.answer_at(self.counted[-1], limit)
-            if missing <= 0.1 * self.gap * abs(target) or time.monotonic() > self.deadline:
+            if missing <= self._accuracy * abs(target) or time.monotonic() > self.deadline:
                 return
             if not self.shares.improve(chosen, weights, missing):
                 return
-
-    def try_hub(self) -> None:
-        """Raise the bound of a model with cut variables: it is the least over the states of the hub."""
-        if self.elimination.hub is None or not self.answers or self.is_closed or self.is_late():
-            return
-        _, prices, weights, constant = self._best_answer(self.least_limit_gib)
-        self._proofs.append((min(self.elimination.least_by_hub(weights, self.shares)) + constant, prices))
 
     def _best_answer(self, limit_gib: float) -> tuple[float, Floats, Floats, float]:
         """Return the best bound of the model, its multipliers, and the weights and the constant at these."""

@@ -252,14 +252,13 @@ class SearchPhases:
             search.best = self.incumbent.seconds
         search.run()
         if self.joined is None:  # of joined axes, only the choices are followed
+            search.refine()
             splice_plans(search)
         search.end()
         if self.joined is None and search.is_wide:
             search.widen()
             splice_plans(search)
         search.count_once()
-        if self.joined is None:
-            search.try_hub()
         return search
 
     def search_model(self, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:

@@ -24,7 +24,7 @@ from autopar.solver.model.objective import Sum
 from autopar.solver.model.relaxed_tables import RelaxedTables
 from autopar.solver.search.bucket_elimination import TooWide
 from autopar.solver.search.class_elimination import ClassElimination, ClassTable, Single, class_elimination
-from autopar.solver.search.elimination import light_variables
+from autopar.solver.search.elimination import growing_cuts
 
 __all__ = ["RelaxedModel"]
 
@@ -65,16 +65,8 @@ class RelaxedModel:
 
     def _eliminated(self) -> tuple[frozenset[int], ClassElimination]:
         """Cut values without a gradient, and if need be those with most users."""
-        degree = Counter(node for factor in self.factors for node in factor.scope)
-        light = light_variables(self.model)
-        heavy = [
-            node
-            for node, variable in enumerate(self.model.variables)
-            if variable.kind != "op" and node not in light and degree[node] > 1
-        ]
-        heavy.sort(key=lambda node: (-degree[node], node))
-        for count in (0, *(2**i for i in range(len(heavy).bit_length() + 1))):
-            cut = frozenset((*light, *heavy[:count]))
+        for nodes in growing_cuts(self.model):
+            cut = frozenset(nodes)
             sizes = [1 if node in cut else len(each.states) for node, each in enumerate(self.model.variables)]
             tables = [
                 ClassTable(tuple(one.node for one in left), tuple(one.classes for one in left))

@@ -88,6 +88,7 @@ class ReshardShares:
     def improve(self, chosen: Sequence[int], weights: Floats, missing: float) -> bool:
         """Move shares along a subgradient at a minimum that is below the target by `missing`.
 
+        A minimum shows one state of each tensor. The others have much the same shares, so they move with it.
         Return False if no move raises the minimum.
         """
         moves = [
@@ -96,8 +97,9 @@ class ReshardShares:
             for (want, row), direction in group.directions(chosen, weights).items()
         ]
         norm = sum(float(direction @ direction) for *_, direction in moves)
-        for group, want, row, direction in moves:
-            group.set_shares(want, row, _on_simplex(group.shares[want][:, row] + missing / norm * direction))
+        for group, want, _, direction in moves:
+            for row in range(len(group.states)):
+                group.set_shares(want, row, _on_simplex(group.shares[want][:, row] + missing / norm * direction))
         return norm > 0.0
 
 
