@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,3 +103,33 @@ def test_too_wide_a_step_is_refused() -> None:
     tables = [ClassTable((i, j), (np.arange(8), np.arange(8))) for i in range(5) for j in range(i)]
     with pytest.raises(TooWide):
         class_elimination([8] * 5, tables, largest=8**3)
+
+
+def test_only_what_changed_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with some other tables give what a new elimination gives."""
+    computed = list[int]()
+    result = module.ClassElimination._result
+
+    def counted(made: module.ClassElimination, step: Any, *given: Any) -> Any:
+        computed.append(step.node)
+        return result(made, step, *given)
+
+    monkeypatch.setattr(module.ClassElimination, "_result", counted)
+    fewer = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        costs, tables, values = random_model(rng)
+        sizes = [len(cost) for cost in costs]
+        made = class_elimination(sizes, tables)
+        made.solve(costs, values)
+        for _ in range(4):
+            for place in rng.sample(range(len(values)), min(1, len(values))):
+                values[place] = (values[place] + rng.random()).astype(np.float32)
+            computed.clear()
+            found = made.solve(costs, values)
+            again = len(computed)
+            computed.clear()
+            assert found == class_elimination(sizes, tables).solve(costs, values)
+            fewer += len(computed) - again
+        assert made.solve(costs, values) == found
+    assert fewer > 200

@@ -112,13 +112,17 @@ def test_elimination_by_classes_cuts_no_gradient(model: Model, monkeypatch: pyte
     assert narrow.least_once(weights, shares)[0] < once, "the cut costs something"
 
 
-def test_more_variables_are_cut_where_classes_are_too_wide(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_cut_where_classes_are_too_wide(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as before at most; else the elimination by states stays."""
     weights = weights_of(model, 1e-4)
     whole = Elimination.of(model)
     narrow = cut(model, monkeypatch, whole.plan.largest // 8)
     monkeypatch.setattr(class_tables, "LARGEST_STEP", whole.plan.largest // 64)
+    assert narrow.by_classes() is narrow
+    monkeypatch.setattr(class_tables, "LARGEST_STEP", whole.plan.largest // 16)
     classes = narrow.by_classes()
-    assert classes.cut
+    assert isinstance(classes.plan, class_tables.ClassTables)
+    assert 0 < len(classes.cut) <= len(narrow.cut)
     found = classes.least(weights)
     assert found.value <= whole.least(weights).value
     settled = classes.settled(found.chosen, weights)

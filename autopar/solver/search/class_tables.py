@@ -19,8 +19,8 @@ from autopar.solver.search.class_elimination import ROUNDING, ClassElimination, 
 
 __all__ = ["ClassTables"]
 
-# Additions of one step at most: seconds of a core.
-LARGEST_STEP = 2**32
+# Additions of one step at most: a second of a core.
+LARGEST_STEP = 2**30
 
 
 @dataclass(frozen=True, eq=False)

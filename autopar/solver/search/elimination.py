@@ -75,11 +75,13 @@ class Elimination:
         return not set(self.cut).issubset(light_variables(self.model))
 
     def by_classes(self) -> Elimination:
-        """Return an elimination by classes of states, with few variables cut.
+        """Return an elimination by classes of states, with fewer variables cut; itself if that is too wide.
 
         It takes longer, so that a search begins without it.
         """
         for cut in growing_cuts(self.model):
+            if len(cut) > len(self.cut):
+                break
             try:
                 plan = ClassTables.of(self.model, self.scopes, cut)
             except TooWide:
