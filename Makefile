@@ -38,7 +38,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 test: check
 	$(PYTEST) -m "not slow"
 
-# With MINUTES=45 it skips the tests that have not begun by then, and counts them.
+# With MINUTES=45 it skips the tests that have not begun by then, and counts them; those that run alone come first.
 test-all: $(INSTALLED)
 	begun=$$(date +%s) && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and alone" && \
 	$(PYTEST) $(if $(MINUTES),--minutes=$$(($(MINUTES) - ($$(date +%s) - begun) / 60))) -m "slow and not alone"

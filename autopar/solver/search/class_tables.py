@@ -68,8 +68,8 @@ class ClassTables:
             if key not in known:
                 made = np.ascontiguousarray(values, dtype=np.float32)
                 name = repr(made.shape).encode() + made.tobytes()
-                # The same object in each call, so that equal steps are not computed again.
-                known[key] = equal[name] = self.latest.get(name, made)
+                # Equal ones are one object, also in the next call: equal steps are computed once.
+                known[key] = equal.setdefault(name, self.latest.get(name, made))
             return known[key]
 
         own = [single(id(each), each) for each in costs]

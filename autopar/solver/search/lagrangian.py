@@ -334,7 +334,7 @@ class LagrangianSearch:
         self.planes = [one.sums for one in (*self.found.values(), *self.passed)]
         for _ in range(MOST_REFINED):
             self._minimum_at(prices)
-            if self.model_bound <= known:  # more is cut than before
+            if self.model_bound <= known:  # as much is cut as before
                 self.elimination, self.planes = rough, planes
                 return
             weights, _ = self.hinges.weights(prices[: self.count])

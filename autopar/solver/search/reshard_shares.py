@@ -98,8 +98,9 @@ class ReshardShares:
         ]
         norm = sum(float(direction @ direction) for *_, direction in moves)
         for group, want, _, direction in moves:
+            move = missing / norm * direction
             for row in range(len(group.states)):
-                group.set_shares(want, row, _on_simplex(group.shares[want][:, row] + missing / norm * direction))
+                group.set_shares(want, row, _on_simplex(group.shares[want][:, row] + move))
         return norm > 0.0
 
 
