@@ -3,15 +3,15 @@
     python -m benchmarks.trained                 # all runs: minutes of processor time each
     python -m benchmarks.trained 405b-8192
     python -m benchmarks.trained mixtral-8x22b-128 405b-131072-tokens
-    python -m benchmarks.trained --cluster h800 deepseek-v3-2048
+    python -m benchmarks.trained --cluster h800 deepseek-v3-2048 --precision fp8
 
 Nothing is settled: the mesh is open, and the search proposes stages, micro-batches, schedule, cuts, recomputation and
-the layout of every op. The precision is `bf16`: the optimizer updates float32 masters, and gradients add up in
+the layout of every op. The precision is `bf16` by default: the optimizer updates float32 masters, and gradients add up in
 float32. Models are those of transformers, which keep more activations than the fused ones of the published runs. FLOPs
 of a model are 6 for each parameter and token outside the input table, and those of causal attention; of experts those
 that a token goes to count. The published numbers of Llama-3-405B are from table 4 of "The Llama 3 Herd of Models"
 (arXiv 2407.21783), that of Mixtral-8x22B from "MoE Parallel Folding" (arXiv 2504.14960): 49.3 % of 989 TFLOP/s.
-DeepSeek-V3 was trained in float8, which has no price here: its speed is that of 180,000 hours of an H800 for 10^12
+DeepSeek-V3 was trained in float8; its speed is that of 180,000 hours of an H800 for 10^12
 tokens (arXiv 2412.19437), in the FLOPs that are counted here. Where a mesh is published, stages are designed for it as
 well, with the shardings, cuts and recomputation that are found. The seconds are the processor's; `export` is a bare
 export of the same model.
@@ -32,7 +32,7 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparWarning
 from autopar.ir.graph import NamedGraph
-from autopar.ir.precision import PRESETS
+from autopar.ir.precision import PRESETS, Precision
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.folded import fold_that_pays
 from autopar.plans.open_mesh import meshes_of
@@ -133,10 +133,10 @@ def on_published_mesh(shape: Shape, graph: NamedGraph, plan: Plan) -> PricedShap
     return min(search.found, key=lambda one: one.seconds, default=None)
 
 
-def measure(name: str, run: Run, cluster: str, limit: float) -> None:
+def measure(name: str, run: Run, cluster: str, limit: float, precision: Precision) -> None:
     export = export_seconds(run)
     model, inputs = run.model()
-    options = TrainingOptions("loss", precision=PRESETS["bf16"])
+    options = TrainingOptions("loss", precision=precision)
     graph = autopar.trace(model, inputs, precision=options.precision)
     traced = time.process_time()
     request = PlanRequest(cluster, options=options, time_limit=limit, cache=False, any_mesh=True)
@@ -166,13 +166,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", default=list(RUNS), metavar="RUN", help=", ".join(RUNS))
     parser.add_argument("--cluster", default="h100")
+    parser.add_argument("--precision", choices=list(PRESETS), default="bf16")
     parser.add_argument("--time-limit", type=float, default=200.0)
     given = parser.parse_args()
     if unknown := sorted(set(given.runs) - set(RUNS)):
         parser.error(f"unknown runs: {', '.join(unknown)}; known: {', '.join(RUNS)}")
     warnings.simplefilter("ignore", AutoparWarning)
     for name in given.runs:
-        measure(name, RUNS[name], given.cluster, given.time_limit)
+        measure(name, RUNS[name], given.cluster, given.time_limit, PRESETS[given.precision])
 
 
 if __name__ == "__main__":

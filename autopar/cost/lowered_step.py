@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.cost.compute.op_time import local_bytes
-from autopar.ir.analysis.float8_linears import in_float8
+from autopar.ir.analysis.float8_products import in_float8
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.analysis.saved_values import SavedValues
 from autopar.ir.graph import NamedGraph

@@ -25,7 +25,7 @@ from autopar.cost.overlap import OverlapCost
 from autopar.cost.parameter_passes import ParameterPasses
 from autopar.cost.reshard_costs import ReshardCosts
 from autopar.cost.ring_overlap import ring_traffic
-from autopar.ir.analysis.float8_linears import in_float8
+from autopar.ir.analysis.float8_products import in_float8
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import OWN, Precision
 from autopar.ir.values import NamedNode, NamedTensor

@@ -23,11 +23,11 @@ from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import LocalReshard, bind_message
 from autopar.lowering.collectives.process_groups import Groups, GroupsOfMicroBatch
 from autopar.lowering.emitted import Emitted, note_of
-from autopar.lowering.modules.float8 import FLOAT8_LINEAR, float8_arguments
 from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
 from autopar.lowering.passes.bucket_parameters import BucketedParameters, put_in_buckets
 from autopar.lowering.passes.empty_shards import EmptyShardOp, nodes_of, reached
+from autopar.lowering.passes.float8_calls import float8_call
 from autopar.lowering.passes.hoist_small_sums import HoistedSums, move_to_ends
 from autopar.lowering.passes.join_small_sums import join_totals
 from autopar.lowering.passes.loop_buckets import put_in_loops
@@ -108,7 +108,7 @@ class _Emitter:
             verify_reshards(graph, assignment, self.reshard_plan, outputs)
         self.out = Graph()
         self.modules: dict[str, nn.Module] = {}
-        self.routed = RoutedRows(graph, self.axes, self.groups, self.out, self._module)
+        self.routed = RoutedRows(graph, self.axes, self.groups, parameters.precision, self.out, self._module)
         self.held: dict[tuple[str, Sharding], Node] = {}
         self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
         self.device = torch.device(groups.device_type)
@@ -252,8 +252,8 @@ class _Emitter:
             plain = {name: None if name in names else value for name, value in local.arguments.items()}
             module = LocalOpModule(replace(local, arguments=plain), tuple(lowered), names)
             return self._module(f"{node.name}_split", module, tuple(local.arguments[name] for name in names))
-        float8 = float8_arguments(node, self.graph.tensors, local, self.parameters.precision)
-        return self._record(local) if float8 is None else self.out.call_function(FLOAT8_LINEAR, float8)
+        float8 = float8_call(node, self.graph.tensors, local, self.parameters.precision)
+        return self._record(local) if float8 is None else self.out.call_function(*float8)
 
     def _check_positions(
         self, node: NamedNode, choice: Choice, whole: LocalCall, local: LocalCall, split: LoweredOpContext | None

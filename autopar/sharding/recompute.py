@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.ir.analysis.contractions import ATTENTIONS, RECURRENT, multiplied
-from autopar.ir.analysis.float8_linears import in_float8
+from autopar.ir.analysis.float8_products import in_float8
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import Precision
 from autopar.ir.values import NamedNode

@@ -20,7 +20,7 @@ from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import memory
 from autopar.cost.profile import Task, profile
-from autopar.ir.analysis.float8_linears import in_float8
+from autopar.ir.analysis.float8_products import in_float8
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import PRESETS, Precision
 from autopar.sharding.assignment import StepPlan

@@ -13,11 +13,12 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
-from autopar.cost.compute.op_time import OpWork, op_work
+from autopar.cost.compute.op_time import OpWork, cast_work, op_work
 from autopar.cost.compute.rates import peak_of, rate_notes, rate_of
 from autopar.cost.hardware.cluster import Device, load_device
 from autopar.errors import ClusterError
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import PRESETS
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.propagation import propagate
 from autopar.sharding.sharding import ROUTING_IMBALANCE
@@ -25,12 +26,15 @@ from autopar.sharding.sharding import ROUTING_IMBALANCE
 ROOFLINE = Device("roofline", 1e9, 1e12, 0.0, MappingProxyType({"float32": 1e12}))
 
 
-def works(graph: NamedGraph, layout: str, axes: dict[str, int], device: Device = ROOFLINE) -> dict[str, OpWork]:
+def works(
+    graph: NamedGraph, layout: str, axes: dict[str, int], device: Device = ROOFLINE, precision: str = "own"
+) -> dict[str, OpWork]:
     assignment = propagate(graph, parse_layout(layout), axes)
-    return {
-        node.name: op_work(graph, node, assignment.ops[node.name], graph.footprints[node.node], axes, device)
-        for node in graph.nodes
-    }
+    found = {}
+    for node in graph.nodes:
+        assigned, footprint = assignment.ops[node.name], graph.footprints[node.node]
+        found[node.name] = op_work(graph, node, assigned, footprint, axes, device, PRESETS[precision])
+    return found
 
 
 class Layer(nn.Module):
@@ -274,9 +278,9 @@ def test_the_launch_is_the_least() -> None:
 class Experts(nn.Module):
     """Rows that each meet the matrix of one expert."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, columns: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(experts, 16, 24))
+        self.weight = nn.Parameter(torch.randn(experts, 16, columns))
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         pytest.importorskip("transformers.integrations.moe")
@@ -285,12 +289,13 @@ class Experts(nn.Module):
         return rows
 
 
-def of_experts(experts: int, layout: str) -> OpWork:
+def of_experts(experts: int, layout: str, columns: int = 24, precision: str = "own") -> OpWork:
     inputs = (torch.randn(64, 16, requires_grad=True), torch.randint(experts, (64,)))
     dims = {"x": "batch d_model", "chosen": "batch", "weight": "experts d_model d_ff"}
-    graph = autopar.trace(Experts(experts), inputs, dims=dims)
+    graph = autopar.trace(Experts(experts, columns), inputs, dims=dims, precision=precision)
     (name,) = [node.name for node in graph.nodes if node.op == "autopar.grouped.default"]
-    return works(graph, layout, {"a": 4})[name]
+    device = replace(ROOFLINE, peak_flops=MappingProxyType({"float32": 1e12, "bfloat16": 2e12, "float8": 4e12}))
+    return works(graph, layout, {"a": 4}, device, precision)[name]
 
 
 @pytest.mark.parametrize("experts", [4, 8, 32])
@@ -308,6 +313,19 @@ def test_ranks_that_hold_other_experts_multiply_their_own_rows() -> None:
     assert rows.forward.flops == whole.forward.flops / 4
     assert experts.forward.flops == pytest.approx(ROUTING_IMBALANCE * whole.forward.flops / 4), "of the busiest rank"
     assert experts.forward.bytes < rows.forward.bytes, "each reads its own matrices"
+
+
+def test_experts_in_float8_multiply_at_its_rate_and_cast_both_operands() -> None:
+    plain, cast = (of_experts(8, "* -> none", 32, precision) for precision in ("bf16", "fp8"))
+    assert cast.forward.flops == plain.forward.flops == 2 * 64 * 16 * 32
+    assert cast.forward.multiplying_seconds == plain.forward.multiplying_seconds / 2
+    assert cast.backward.multiplying_seconds == plain.backward.multiplying_seconds / 2
+    read, written = 64 * 16 + 8 * 16 * 32, 64 * 32
+    each = cast_work(1.0, ROOFLINE).bytes
+    assert plain.forward.bytes == 2 * (read + written)
+    assert cast.forward.bytes == read + written + each * read, "the product moves one byte a number"
+    odd = of_experts(8, "* -> none", 24, "fp8")
+    assert odd.forward.multiplying_seconds == of_experts(8, "* -> none", 24, "bf16").forward.multiplying_seconds
 
 
 class Positions(nn.Module):

@@ -33,7 +33,7 @@ from autopar.ir.analysis.contractions import (
     factors_of,
     is_linear_in_both,
 )
-from autopar.ir.analysis.float8_linears import in_float8
+from autopar.ir.analysis.float8_products import in_float8
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import OWN, Precision
@@ -171,7 +171,7 @@ class _OpTimer:
     footprint: Footprint
     axes: SubMesh
     device: Device
-    # A linear whose operands are cast to float8.
+    # A product whose operands are cast to float8.
     is_float8: bool
 
     def work(self) -> OpWork:
@@ -349,7 +349,7 @@ class _OpTimer:
     def _casts(self, product: MatmulShape) -> DirectionWork:
         """Return the work of casting both operands of a product to float8."""
         sizes = (product.rows * product.reduction, product.reduction * product.columns)
-        first, second = (cast_work(size, self.device) for size in sizes)
+        first, second = (cast_work(product.batch * size, self.device) for size in sizes)
         return first + second
 
     # -- ops with more work than their rules show

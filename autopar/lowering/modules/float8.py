@@ -8,23 +8,18 @@ for each row. `torch._scaled_mm` multiplies; sizes that it does not take are mul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from autopar.ir.analysis.float8_linears import in_float8
-from autopar.ir.precision import Precision
-from autopar.ir.values import NamedNode, NamedTensor
-from autopar.rules.shard_call.local_call import LocalCall
+from autopar.ir.analysis.float8_products import MULTIPLE
 
-__all__ = ["E4M3", "FLOAT8_LINEAR", "float8_arguments", "float8_linear", "rounded", "scale_of", "scaled"]
+__all__ = ["E4M3", "FLOAT8_LINEAR", "MULTIPLE", "float8_linear", "rounded", "scale_of", "scaled"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# `torch._scaled_mm` takes sizes that are multiples of it.
-MULTIPLE = 16
 # Of a float32.
 EXPONENT_BITS = 0x7F800000
 
@@ -41,15 +36,6 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: bool) ->
     return found
 
 
-def float8_arguments(
-    node: NamedNode, tensors: Mapping[str, NamedTensor], local: LocalCall, precision: Precision
-) -> tuple[Any, ...] | None:
-    """Return the arguments of a linear for `FLOAT8_LINEAR`; None for ops that are not in float8."""
-    if not in_float8(node, tensors, precision):
-        return None
-    return (*(local.arguments[name] for name in ("input", "weight", "bias")), precision.linears == "fp8-rows")
-
-
 def scale_of(largest: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
     """Return the power of two by which numbers up to `largest` fill the range of a dtype; NaN for inf."""
     largest = largest.float()
@@ -62,7 +48,7 @@ def scale_of(largest: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
 
 
 def scaled(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
-    """Return a matrix in float8 and its scale: one number, or one for each slice along a reduced dim."""
+    """Return a tensor in float8 and its scale: one number, or one for each slice along a reduced dim."""
     largest = _largest(x, dim)
     scale = scale_of(largest, dtype)
     return (x * scale.to(x.dtype)).to(dtype), scale
@@ -75,7 +61,7 @@ def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
 
 def _largest(x: Tensor, dim: int | None) -> Tensor:
     if not x.numel():
-        return x.new_zeros(() if dim is None else (x.shape[0], 1) if dim == 1 else (1, x.shape[1]))
+        return x.new_zeros(() if dim is None else [1 if i == dim else size for i, size in enumerate(x.shape)])
     if dim is None:
         low, high = torch.aminmax(x)
     else:

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from autopar.lowering.collectives.local_reshard import LocalReshard, as_bytes, is_known, run_step
 from autopar.lowering.collectives.local_steps import LocalStep, bind
 from autopar.lowering.collectives.process_groups import Groups
+from autopar.lowering.modules.float8_groups import float8_grouped
 from autopar.lowering.modules.shard_ops import ReshardModule
 from autopar.rules.shard_call.sparse_rows import combine_rows, dispatch_rows, grouped_rows, inverse_of, sort_rows
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 from autopar.sharding.sharding import OTHER, Atoms, Sharding
 
 __all__ = [
+    "FLOAT8",
     "CombineRows",
     "DispatchRows",
     "ExchangePlaces",
@@ -32,6 +34,9 @@ __all__ = [
     "RowExchange",
     "SortRows",
 ]
+
+# In place of the name of a kernel.
+FLOAT8 = "float8"
 
 
 class SortRows(nn.Module):
@@ -68,6 +73,7 @@ class CombineRows(nn.Module):
 class GroupedRows(nn.Module):
     """Multiply the stored rows of each group by its matrix.
 
+    `product`: name of the kernel of the model, or FLOAT8.
     `op`: name of the op, if it is the first product of its rows: it keeps their counts, to be read on request.
     """
 
@@ -80,6 +86,8 @@ class GroupedRows(nn.Module):
     def forward(self, rows: Tensor, matrices: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
         if self.op is not None and not torch.compiler.is_compiling():
             self._latest = counts
+        if self.product == FLOAT8:
+            return float8_grouped(rows, matrices, bias, counts)
         return grouped_rows(rows, matrices, bias, counts, self.product)
 
     def latest_rows(self) -> int | None:

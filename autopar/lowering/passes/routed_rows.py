@@ -19,10 +19,13 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.fx import Graph, Node
 
+from autopar.ir.analysis.float8_products import in_float8
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import Precision
 from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.modules.routed_rows import (
+    FLOAT8,
     CombineRows,
     DispatchRows,
     Exchanged,
@@ -69,6 +72,7 @@ class RoutedRows:
     graph: NamedGraph
     axes: SubMesh
     groups: Groups
+    precision: Precision
     out: Graph
     module: Callable[[str, nn.Module, tuple[Any, ...]], Node]
     # Name of the tensor of keys, by routed tensor.
@@ -95,7 +99,8 @@ class RoutedRows:
             order = self._order_of(node.operands[0], assignment.operands[0])
             given = arguments["rows"], arguments["matrices"], arguments["bias"], order.counts
             first = self.first_products.setdefault(order.counts, node.name) == node.name
-            module = GroupedRows(arguments["product"], node.name if first else None)
+            product = FLOAT8 if in_float8(node, self.graph.tensors, self.precision) else arguments["product"]
+            module = GroupedRows(product, node.name if first else None)
             return self.module(f"{node.name}_rows", module, given)
         if node.op not in (str(DISPATCH), str(COMBINE)):
             return None

@@ -16,7 +16,16 @@ from torch.fx import Graph, Node
 
 from autopar.rules.ops.routed import COMBINE, DISPATCH, GROUPED_ROWS
 
-__all__ = ["combine_rows", "dispatch_rows", "grouped_rows", "inverse_of", "sort_rows", "store_sparsely"]
+__all__ = [
+    "combine_rows",
+    "dispatch_rows",
+    "grouped_rows",
+    "inverse_of",
+    "multiply_groups",
+    "sort_rows",
+    "store_sparsely",
+    "sum_groups",
+]
 
 _LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -121,7 +130,7 @@ def _ends(counts: Tensor) -> Tensor:
     return counts.cumsum(0).to(torch.int32)
 
 
-def _multiply_groups(rows: Tensor, matrices: Tensor, counts: Tensor, product: str) -> Tensor:
+def multiply_groups(rows: Tensor, matrices: Tensor, counts: Tensor, product: str) -> Tensor:
     """Multiply the rows of each group by its matrix; `counts` are the rows of each group."""
     if _is_fused(rows, product) and rows.shape[0]:
         return torch._grouped_mm(rows, matrices, _ends(counts))
@@ -135,7 +144,7 @@ def _multiply_groups(rows: Tensor, matrices: Tensor, counts: Tensor, product: st
     return found
 
 
-def _sum_groups(rows: Tensor, gradients: Tensor, counts: Tensor, product: str) -> Tensor:
+def sum_groups(rows: Tensor, gradients: Tensor, counts: Tensor, product: str) -> Tensor:
     """Return the gradient of each group's matrix, zero for a group without rows."""
     if _is_fused(rows, product) and rows.shape[0]:
         return torch._grouped_mm(rows.t(), gradients, _ends(counts))
@@ -150,8 +159,8 @@ def _sum_groups(rows: Tensor, gradients: Tensor, counts: Tensor, product: str) -
 # Opaque: loops over counts would break the graph of `torch.compile`.
 _LIBRARY.define("multiply_groups(Tensor rows, Tensor matrices, Tensor counts, str product) -> Tensor")
 _LIBRARY.define("sum_groups(Tensor rows, Tensor gradients, Tensor counts, str product) -> Tensor")
-_LIBRARY.impl("multiply_groups", _multiply_groups, "CompositeExplicitAutograd")
-_LIBRARY.impl("sum_groups", _sum_groups, "CompositeExplicitAutograd")
+_LIBRARY.impl("multiply_groups", multiply_groups, "CompositeExplicitAutograd")
+_LIBRARY.impl("sum_groups", sum_groups, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "autopar::multiply_groups",
     lambda rows, matrices, counts, product: rows.new_empty(rows.shape[0], matrices.shape[2]),
