@@ -23,11 +23,11 @@ from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import LocalReshard, bind_message
 from autopar.lowering.collectives.process_groups import Groups, GroupsOfMicroBatch
 from autopar.lowering.emitted import Emitted, note_of
+from autopar.lowering.float8_calls import float8_call
 from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
-from autopar.lowering.passes.bucket_parameters import BucketedParameters, put_in_buckets
+from autopar.lowering.passes.bucket_parameters import BucketedParameters, in_a_bucket, put_in_buckets
 from autopar.lowering.passes.empty_shards import EmptyShardOp, nodes_of, reached
-from autopar.lowering.passes.float8_calls import float8_call
 from autopar.lowering.passes.hoist_small_sums import HoistedSums, move_to_ends
 from autopar.lowering.passes.join_small_sums import join_totals
 from autopar.lowering.passes.loop_buckets import put_in_loops
@@ -115,6 +115,8 @@ class _Emitter:
         self.drawings = RandomOps(graph, self.axes, self.groups.coordinate, self.device, groups.replicas)
         self.key: Node | None = None
         self.sum_bytes: dict[str, int] = {}
+        # Parameters that the graph of one micro-batch reads in buckets.
+        self.in_bodies: set[str] = set()
         self.regions = recompute_regions(graph, recompute) if graph.exported.grad_enabled else ()
         self.again = recomputed_ops(graph, self.regions)
         self.region_of = {op: number for number, region in enumerate(self.regions) for op in region.ops}
@@ -147,7 +149,7 @@ class _Emitter:
             self.out = loop_micro_batches(self.out, self.modules, self.micro_batches, regathered, self._body, stages)
         ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else HoistedSums()
         join_totals(self.out, self.modules)
-        self.sum_bytes |= put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
+        self.sum_bytes |= put_in_buckets(self.out, self.modules, self.by_node, self.parameters, self.in_bodies)
         # A loss of each rank alone may get another gradient on each.
         put_in_loops(self.out, self.modules, self.outputs not in ("local", "local_sum"))
         if self.parameters.gate is not None:
@@ -165,6 +167,7 @@ class _Emitter:
         """Return the module of the graph of one micro-batch."""
         # The gradients of all micro-batches add up right after their backward, so they may not be pending then.
         self.sum_bytes |= put_in_buckets(graph, modules, self.by_node, replace(self.parameters, awaited=False))
+        self.in_bodies |= in_a_bucket(graph, modules)
         take_gpu_kernels(graph, self.groups.device_type)
         return with_regions(graph, modules, self.regions)
 

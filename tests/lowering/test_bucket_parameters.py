@@ -29,7 +29,7 @@ def models(layout: str, mesh: str, limit_bytes: int) -> tuple[nn.Module, nn.Modu
     found = []
     for limit in (0, limit_bytes):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(emit, "put_in_buckets", lambda *given, limit=limit: put_in_buckets(*given, limit))
+            patch.setattr(emit, "put_in_buckets", lambda *given, limit=limit: put_in_buckets(*given, limit_bytes=limit))
             found.append(autopar.parallelize(model, mesh, inputs, layout=layout, outputs="full"))
     return model, *found, inputs  # type: ignore[return-value]
 

@@ -12,9 +12,11 @@ from torch.nn import functional
 import autopar
 from examples.gpt import gpt
 from tests.runtime.launcher import launch
+from tests.runtime.training import gradients
 
 MESHES = {"fsdp": {"fsdp": 4}, "megatron": {"dp": 2, "tp": 2}}
 STEPS = 50
+SLOW = pytest.mark.slow
 
 
 class WithLoss(nn.Module):
@@ -97,6 +99,55 @@ def test_other_layouts_and_dtypes_train_as_one_process(layout: str, precision: s
         assert kinds == {"torch.float32"}
 
 
+REGATHERED = "batch -> fsdp; * -> none; param, grad, opt { * -> fsdp | none }; regather @*; micro 2"
+
+
+def gradients_alone() -> dict[str, Tensor]:
+    """The gradients of one process in float64."""
+    model, batches = small()
+    loss: Tensor = model.double()(**batches[0])
+    loss.backward()
+    return gradients(model)
+
+
+def regathered(mesh: str, layout: str, precision: str) -> tuple[float, set[torch.dtype]]:
+    """The largest difference of a gradient, relative to its norm; the dtypes of all gradients."""
+    model, batches = small()
+    parallel = autopar.parallelize(model, mesh, batches[0], layout=layout, precision=precision, outputs="loss")
+    for _ in range(2):  # the first backward decides how the second one begins
+        parallel.zero_grad()
+        (parallel(**batches[0]) * 2.0**10).backward()
+    found, expected = gradients(parallel), gradients_alone()
+    assert found.keys() == expected.keys()
+    apart = ((found[name].double() / 2**10 - one).norm() / one.norm() for name, one in expected.items())
+    return max(map(float, apart)), {one.dtype for one in found.values()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "precision"),
+    [
+        ("fsdp=2", REGATHERED, "bf16"),
+        pytest.param("fsdp=2", REGATHERED, "bf16, reduce=bf16", marks=SLOW),
+        pytest.param("fsdp=2", REGATHERED, "fp16", marks=SLOW),
+        pytest.param("fsdp=2", f"{REGATHERED}; recompute full @gpt.blocks.*", "bf16", marks=SLOW),
+        pytest.param("pp=2,fsdp=2", f"{REGATHERED}; pipeline pp 1f1b", "bf16", marks=SLOW),
+        pytest.param(
+            "pp=2,fsdp=2",
+            f"{REGATHERED}; pipeline pp 1f1b; recompute full @gpt.blocks.*",
+            "bf16",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("pp=2,fsdp=2", f"{REGATHERED}; pipeline pp gpipe", "bf16", marks=SLOW),
+    ],
+)
+def test_regathered_weights_of_micro_batches_have_gradients_in_float32(mesh: str, layout: str, precision: str) -> None:
+    """A body gathers and reduces them in each micro-batch, and its loop adds them up."""
+    ranks = 2 if mesh == "fsdp=2" else 4
+    for apart, dtypes in launch(regathered, mesh, layout, precision, ranks=ranks):
+        assert apart < 0.05, "the rounding of half precision"
+        assert dtypes == {torch.float32}
+
+
 SPLIT_TWICE = "batch -> dp; d_ff -> tp; * -> none; param, grad, opt { d_ff -> tp*dp }"
 
 
@@ -139,8 +190,8 @@ def scaled(layout: str, mesh: str) -> list[tuple[float, float, bool]]:
     ("layout", "mesh"),
     [
         ("ddp", "dp=2"),
-        pytest.param("fsdp", "fsdp=4", marks=pytest.mark.slow),
-        pytest.param("megatron", "dp=2,tp=2", marks=pytest.mark.slow),
+        pytest.param("fsdp", "fsdp=4", marks=SLOW),
+        pytest.param("megatron", "dp=2,tp=2", marks=SLOW),
         pytest.param(
             "batch -> dp; d_ff -> tp; * -> none; param, grad, opt { d_ff -> tp*dp }",
             "dp=2,tp=2",

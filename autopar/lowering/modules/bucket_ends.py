@@ -103,7 +103,8 @@ class _Start(torch.autograd.Function):
 class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, running: BucketState, *started: Tensor) -> tuple[Tensor, ...]:
-        ctx.running, ctx.count, ctx.again = running, len(started), None
+        # Outside of a loop over micro-batches, a parameter may have been cast before.
+        ctx.running, ctx.count, ctx.again, ctx.stored = running, len(started), None, started[0].dtype
         ctx.set_materialize_grads(False)
         bucket = running.bucket
         handling, count = bucket.handling, len(bucket.conversions)
@@ -134,7 +135,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         running: BucketState = ctx.running
-        bucket, handling = running.bucket, running.bucket.handling
+        bucket, handling, stored = running.bucket, running.bucket.handling, ctx.stored
         compiling, differentiable = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if ctx.again is not None:
             ctx.again.release()
@@ -145,9 +146,9 @@ class _End(torch.autograd.Function):
             gradients = with_unsent(running, gradients, running.synchronisation.enabled)
         here = [i for i, gradient in enumerate(gradients) if gradient is not None]
         if bucket.is_sum and not compiling and not differentiable and len(here) == len(gradients):
-            return (None, *_sums(running, gradients))  # type: ignore[arg-type]
+            return (None, *_sums(running, gradients, stored))  # type: ignore[arg-type]
         given = [gradient.to(handling.reduced) for gradient in gradients if gradient is not None]
-        if compiling and bucket.is_sum and given and handling.reduced == handling.stored and not running.has_start:
+        if compiling and bucket.is_sum and given and handling.reduced == stored and not running.has_start:
             sums = iter(sums_begun(given, bucket.backward[0][0]))
             return (None, *(None if gradient is None else next(sums) for gradient in gradients))
         ones = [bucket.conversions[i] for i in here]
@@ -160,14 +161,14 @@ class _End(torch.autograd.Function):
             steps = tuple(tuple(step[i] for i in here) for step in bucket.backward)
             pieces = begin_steps(steps, given)
             # A pending tensor may be viewed; for any other step it must have arrived.
-            if compiling or handling.reduced != handling.stored or not all(map(is_view, steps[-1])):
+            if compiling or handling.reduced != stored or not all(map(is_view, steps[-1])):
                 pieces = waited(pieces)
             elif not running.has_start:
                 running.synchronisation.later(running, pieces)
             pairs = zip(ones, pieces, strict=True)
             converted = [finish(one.backward[-1], piece).reshape(one.shape) for one, piece in pairs]
         for i, gradient in zip(here, converted, strict=True):
-            found[i] = gradient.to(handling.stored)
+            found[i] = gradient.to(stored)
         return (None, *found)
 
 
@@ -190,11 +191,11 @@ def with_unsent(running: BucketState, gradients: Sequence[Tensor | None], is_sen
     return (None,) * len(total)
 
 
-def _sums(running: BucketState, gradients: Sequence[Tensor]) -> list[Tensor]:
+def _sums(running: BucketState, gradients: Sequence[Tensor], stored: torch.dtype) -> list[Tensor]:
     """Return pending sums of whole gradients: the most frequent case, in the fewest calls."""
     handling, first = running.bucket.handling, running.bucket.backward[0][0]
     flat = torch.cat([x.reshape(-1) for x in gradients], out=running.free_buffer(gradients[0], handling.reduced))
-    arrived = handling.reduced != handling.stored
+    arrived = handling.reduced != stored
     level = None if flat.is_complex() else first.level_of(flat.nbytes)
     if level is not None:
         chain = running.synchronisation.begin_by_level(flat, level)
@@ -204,7 +205,7 @@ def _sums(running: BucketState, gradients: Sequence[Tensor]) -> list[Tensor]:
         # A second tensor of the same memory keeps the buffer in use until it is sent, also if a backward fails.
         torch.ops._c10d_functional.all_reduce_(flat.detach(), "sum", first.group)
     if arrived:
-        flat = torch.ops._c10d_functional.wait_tensor(flat).to(handling.stored)
+        flat = torch.ops._c10d_functional.wait_tensor(flat).to(stored)
     elif not running.has_start:
         running.synchronisation.later(running, (flat,))
     return torch._C._nn.unflatten_dense_tensors(flat, list(gradients))

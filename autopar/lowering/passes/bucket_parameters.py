@@ -40,7 +40,7 @@ from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.passes.aliases import readers
 from autopar.sharding.buckets import BUCKET_BYTES, goes_in_bucket, in_buckets
 
-__all__ = ["BucketedParameters", "CallGate", "loop_with", "put_in_buckets"]
+__all__ = ["BucketedParameters", "CallGate", "in_a_bucket", "loop_with", "put_in_buckets"]
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,13 @@ def put_in_buckets(
     modules: dict[str, nn.Module],
     tensors: Mapping[str, NamedTensor],
     parameters: BucketedParameters,
+    in_bodies: Collection[str] = (),
     limit_bytes: int = BUCKET_BYTES,
 ) -> dict[str, int]:
     """Replace single reshards of parameters by buckets, in place; `tensors` are those of the placeholders.
 
-    Return the bytes that are summed together with the gradient of each parameter.
+    `in_bodies` has the placeholders that bodies of loops read in buckets of their own. Return the bytes that are summed
+    together with the gradient of each parameter.
     """
     sums: dict[str, int] = {}
     found = [one for node in graph.nodes if (one := _reshard_of(node, modules, tensors, parameters)) is not None]
@@ -135,7 +137,7 @@ def put_in_buckets(
         if again:
             frozen = not any(tensors[str(one)].requires_grad for one in inputs)
             _give_up(graph, modules, name, running, values, frozen)
-    _cast(graph, modules, tensors, parameters)
+    _cast(graph, modules, tensors, parameters, in_bodies)
     return sums
 
 
@@ -187,18 +189,44 @@ def loop_with(value: Node, modules: Mapping[str, nn.Module]) -> Node | None:
 
 
 def _cast(
-    graph: Graph, modules: Mapping[str, nn.Module], tensors: Mapping[str, NamedTensor], parameters: BucketedParameters
+    graph: Graph,
+    modules: Mapping[str, nn.Module],
+    tensors: Mapping[str, NamedTensor],
+    parameters: BucketedParameters,
+    in_bodies: Collection[str],
 ) -> None:
     """Cast parameters that are in no bucket before their first use."""
     for node in [node for node in graph.nodes if node.op == "placeholder" and node.name in tensors]:
         tensor = tensors[node.name]
         handling = parameters.of(tensor)
-        users = [user for user in node.users if not isinstance(modules.get(str(user.target)), BucketStart | BucketEnd)]
+        users = [user for user in node.users if not _casts(user, node, modules, in_bodies)]
         if tensor.kind != "param" or handling.stored == handling.used or not users:
             continue
         with graph.inserting_before(next(each for each in graph.nodes if each in users)):
             cast = graph.call_function(torch.ops.aten.to.dtype, (node, handling.used))
         node.replace_all_uses_with(cast, delete_user_cb=lambda user, users=users: user in users)
+
+
+def in_a_bucket(graph: Graph, modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the parameters that a graph reads in buckets, which cast them."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    return {node.name for node in placeholders if any(_is_bucket(user, modules) for user in node.users)}
+
+
+def _is_bucket(node: Node, modules: Mapping[str, nn.Module]) -> bool:
+    return isinstance(modules.get(str(node.target)), BucketStart | BucketEnd)
+
+
+def _casts(user: Node, parameter: Node, modules: Mapping[str, nn.Module], in_bodies: Collection[str]) -> bool:
+    """Return whether a reader of a stored parameter casts it: a bucket, or a loop with a bucket in its body."""
+    module = modules.get(str(user.target))
+    if isinstance(module, PipelineLoop):
+        # Other stages get it, or a part of its gradient, in the dtype of its use.
+        common = (*module.shared, *(one.place for one in module.tied))
+        return parameter.name in in_bodies and user.args.index(parameter) not in common
+    if isinstance(module, MicroBatchLoop):
+        return parameter.name in in_bodies
+    return _is_bucket(user, modules)
 
 
 def _reshard_of(
