@@ -6,15 +6,14 @@
     python -m benchmarks.trained --cluster h800 deepseek-v3-2048 --precision fp8
 
 Nothing is settled: the mesh is open, and the search proposes stages, micro-batches, schedule, cuts, recomputation and
-the layout of every op. The precision is `bf16` by default: the optimizer updates float32 masters, and gradients add up in
-float32. Models are those of transformers, which keep more activations than the fused ones of the published runs. FLOPs
-of a model are 6 for each parameter and token outside the input table, and those of causal attention; of experts those
-that a token goes to count. The published numbers of Llama-3-405B are from table 4 of "The Llama 3 Herd of Models"
+the layout of every op. The precision is `bf16` by default: the optimizer updates float32 masters, and gradients add up
+in float32. Models are those of transformers, which keep more activations than the fused ones of the published runs.
+FLOPs of a model are 6 for each parameter and token outside the input table, and those of causal attention; of experts
+those that a token goes to count. The published numbers of Llama-3-405B are from table 4 of "The Llama 3 Herd of Models"
 (arXiv 2407.21783), that of Mixtral-8x22B from "MoE Parallel Folding" (arXiv 2504.14960): 49.3 % of 989 TFLOP/s.
-DeepSeek-V3 was trained in float8; its speed is that of 180,000 hours of an H800 for 10^12
-tokens (arXiv 2412.19437), in the FLOPs that are counted here. Where a mesh is published, stages are designed for it as
-well, with the shardings, cuts and recomputation that are found. The seconds are the processor's; `export` is a bare
-export of the same model.
+DeepSeek-V3 was trained in float8; its speed is that of 180,000 hours of an H800 for 10^12 tokens (arXiv 2412.19437), in
+the FLOPs that are counted here. Where a mesh is published, stages are designed for it as well, with the shardings, cuts
+and recomputation that are found. The seconds are the processor's; `export` is a bare export of the same model.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.overlap import ChunkTraffic, OverlapCost
 from autopar.cost.pipeline import PartTimes, pipelined
-from autopar.cost.profile import Profile, Task, profile, profile_parts
+from autopar.cost.profile import Profile, profile, profile_parts
+from autopar.cost.tasks import Task
 from autopar.cost.unequal_devices import KindCosts, RankKind, devices_of, rank_kinds, replica_clusters
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph

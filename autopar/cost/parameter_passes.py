@@ -13,7 +13,11 @@ from autopar.mesh import SubMesh
 from autopar.sharding.options import sum_dtype
 from autopar.sharding.sharding import Sharding
 
-__all__ = ["ParameterPasses"]
+__all__ = ["CODING_LAUNCHES", "ParameterPasses", "coding_bytes"]
+
+
+# Kernels that code a shard in float8 and decode what arrives.
+CODING_LAUNCHES = 13
 
 
 class ParameterPasses:
@@ -29,6 +33,10 @@ class ParameterPasses:
         """Return the bytes that casting a stored parameter to the dtype of the compute reads and writes."""
         tensor = self.graph.tensors[name]
         return _cast_bytes(self._numel(name, stored), tensor.stored_dtype(self.precision), tensor.dtype)
+
+    def coding_bytes_of(self, name: str, stored: Sharding, used: Sharding) -> float:
+        """Return the bytes that a gather of a parameter in float8 reads and writes beside the message."""
+        return coding_bytes(self._numel(name, stored), self._numel(name, used))
 
     def gradient_cast_bytes(self, name: str, used: Sharding, stored: Sharding, summed: bool) -> float:
         """Return the bytes of casting a gradient before it is reduced, and to the dtype of the stored parameter.
@@ -76,6 +84,12 @@ class ParameterPasses:
             found = local_bytes(self.graph, name, sharding, self.axes) / self.graph.tensors[name].dtype.itemsize
             self.numels[name, sharding] = found
         return found
+
+
+def coding_bytes(stored: float, used: float) -> float:
+    """Return the bytes read and written to gather so many elements of a shard in float8, as so many elements."""
+    # The largest number is read, the scaled shard written, cast and copied; what arrives is cast and scaled back.
+    return stored * (2 + (2 + 2) + (2 + 1) + (1 + 1)) + used * ((1 + 2) + (2 + 2))
 
 
 def _cast_bytes(numel: float, source: torch.dtype, target: torch.dtype) -> float:

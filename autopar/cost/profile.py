@@ -1,184 +1,28 @@
 """Tasks of one device in a step, in order: ops, reshards and collectives, each with its time.
 
 The reshards are those of the generated graph (`autopar.sharding.reshard_insertion`), with parameters in the same
-buckets. `TaskBuilder` prices one op, one reshard or one addition of gradients; the search calls it for single choices.
-`profile` puts the tasks of a whole plan in order. Equal work is priced once: ops by their call and shardings,
-collectives by kind, axes and size.
+buckets. `profile` puts the tasks of a whole plan in order; `autopar.cost.tasks` prices each of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-from autopar.cost.compute.byte_time import seconds_of_bytes
 from autopar.cost.compute.fusion import fused
-from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, local_bytes, op_work
+from autopar.cost.compute.op_time import OpWork, op_work
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.host_copies import LayerCopies, copies_by_op, exposed_state_seconds, layer_copies
 from autopar.cost.lowered_step import LoweredStep
-from autopar.cost.network import Network
-from autopar.cost.overlap import OverlapCost
-from autopar.cost.parameter_passes import ParameterPasses
-from autopar.cost.reshard_costs import ReshardCosts
-from autopar.cost.ring_overlap import ring_traffic
-from autopar.ir.analysis.float8_products import in_float8
-from autopar.ir.graph import NamedGraph
-from autopar.ir.precision import OWN, Precision
+from autopar.cost.parameter_passes import CODING_LAUNCHES
+from autopar.cost.tasks import Direction, Task, TaskBuilder
 from autopar.ir.values import NamedNode, NamedTensor
-from autopar.mesh import SubMesh
-from autopar.sharding.assignment import OpAssignment, Pipelining
+from autopar.sharding.assignment import Pipelining
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.choices import Choice
-from autopar.sharding.options import sum_dtype
-from autopar.sharding.reshard.reshard import StepSize
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
-from autopar.sharding.sharding import Sharding
-
-Direction = Literal["forward", "backward", "recompute", "optimizer"]
-
-
-class Task(NamedTuple):
-    """One kernel, local copy or collective of a device."""
-
-    name: str
-    # `compute`, `copy`, or the kind of a collective.
-    kind: str
-    direction: Direction
-    seconds: float
-    axes: tuple[str, ...] = ()
-    bytes: float = 0.0
-    flops: float = 0.0
-    # True for parameters, which move in parallel with the compute.
-    overlapped: bool = False
-    # True for a task of one micro-batch of the step only.
-    once: bool = False
-    # Time of the host to launch it.
-    host_seconds: float = 0.0
-    # True for the gradient of a weight, where the schedule of a pipeline puts it off.
-    is_late: bool = False
-    # True for the reduction of a parameter that other stages of a pipeline have gradients of.
-    is_tied: bool = False
-
-    @property
-    def sends(self) -> bool:
-        return self.kind not in ("compute", "copy")
-
-
-# -- single tasks -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class TaskBuilder(ParameterPasses):
-    """Tasks of one graph on one mesh of one cluster; the work of equal ops is computed once."""
-
-    graph: NamedGraph
-    cluster: Cluster
-    axes: SubMesh
-    links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    compiled: bool = False
-    precision: Precision = OWN
-    works: dict[Any, OpWork] = field(default_factory=dict)
-    numels: dict[tuple[str, Sharding], float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.device = self.cluster.device
-        # A compiled module launches its kernels from generated code, without the overhead of Python.
-        self.launch = self.device.launch_seconds if self.compiled else self.device.host_seconds
-        self.on_mesh(self.axes)
-
-    def on_mesh(self, mesh: SubMesh) -> None:
-        """Set the mesh whose links carry the collectives: one stage of a pipeline has a part of its axes."""
-        self.reshard_costs = ReshardCosts(Network(self.cluster, mesh, self.links), self.launch)
-
-    # -- ops
-
-    def work(self, node: NamedNode, op_assignment: OpAssignment) -> OpWork:
-        """Return the work of an op under an assignment."""
-        footprint = self.graph.footprints[node.node]
-        is_float8 = in_float8(node, self.graph.tensors, self.precision)
-        key = id(footprint), node.op, op_assignment.choice, op_assignment.operands, op_assignment.produced, is_float8
-        found = self.works.get(key)
-        if found is None:
-            found = self.works[key] = op_work(
-                self.graph, node, op_assignment, footprint, self.axes, self.device, self.precision
-            )
-        return found
-
-    def op(self, name: str, direction: Direction, work: DirectionWork) -> Iterator[Task]:
-        if work is not NO_WORK and work.seconds:
-            host = work.launches * self.launch
-            yield Task(name, "compute", direction, work.seconds, bytes=work.bytes, flops=work.flops, host_seconds=host)
-
-    def memory_op(self, name: str, direction: Direction, size: float, rate: float | None = None) -> Task:
-        """Return an op that reads and writes `size` bytes and computes nothing."""
-        seconds = seconds_of_bytes(size, self.device, rate)
-        return Task(name, "compute", direction, seconds, bytes=size, host_seconds=self.launch if size else 0.0)
-
-    def gradient_sum(self, name: str, sharding: Sharding) -> Task:
-        """Return the addition of a value's gradient to that of another use."""
-        return self.memory_op(f"{name} +=", "backward", 3.0 * local_bytes(self.graph, name, sharding, self.axes))
-
-    def gradient_accumulation(self, name: str, sharding: Sharding) -> Task:
-        """Return the addition of a parameter's gradient to that of earlier micro-batches."""
-        dtype = self.graph.tensors[name].dtype
-        added = sum_dtype(dtype).itemsize
-        return self.memory_op(f"{name}.grad +=", "backward", self._numel(name, sharding) * (dtype.itemsize + 2 * added))
-
-    # -- communication
-
-    def reshard(self, one: InsertedReshard, way: str, direction: Direction | None = None) -> Iterator[Task]:
-        """Yield the steps of a value's reshard, forward or backward; ops wait for all of them."""
-        if way == "backward" and not one.differentiable:
-            return
-        shown: Direction = direction or ("forward" if way == "forward" else "backward")
-        chosen = one.reshard.forward if way == "forward" else one.reshard.backward
-        sizes = [StepSize.of(step, one.reshard.atoms, one.reshard.axes) for step in chosen]
-        share = self.share(one.tensor) if way == "forward" else 1.0
-        for cost in self.reshard_costs.value_steps(sizes, one.itemsize, share):
-            kind = "copy" if cost.step.local else cost.step.kind
-            host = cost.host_seconds
-            yield Task(one.tensor, kind, shown, cost.seconds, cost.step.axes, cost.bytes, host_seconds=host)
-
-    def message(
-        self, one: InsertedReshard, way: str, work: OpWork, direction: Direction | None = None
-    ) -> Iterator[Task]:
-        """Yield a message inside an op; of one that runs beside the op's work, the time that is exposed."""
-        if not one.beside:
-            yield from self.reshard(one, way, direction)
-            return
-        shown: Direction = direction or ("forward" if way == "forward" else "backward")
-        own = work.forward if way == "forward" else work.backward
-        for sent in ring_traffic(one, way, own.seconds, self.reshard_costs, OverlapCost.of(self.cluster)):
-            yield Task(
-                one.tensor, sent.kind, shown, sent.seconds, sent.axes, sent.bytes, host_seconds=sent.host_seconds
-            )
-
-    def share(self, tensor: str) -> float:
-        """Return a tensor's share of a collective that adds up several small tensors; 1 for all others."""
-        return self.graph.shares.get(tensor, 1.0)
-
-    def bucket(self, members: Sequence[InsertedReshard], way: Literal["forward", "backward"]) -> Iterator[Task]:
-        """Yield the overlapped steps of parameters in one bucket, each step for all members at once."""
-        first = members[0]
-        if way == "backward" and not first.differentiable:
-            return
-        chains = [one.reshard.forward if way == "forward" else one.reshard.backward for one in members]
-        name = first.tensor if len(members) == 1 else f"{first.tensor} and {len(members) - 1} more"
-        for steps in zip(*chains, strict=True):
-            step = StepSize.of(steps[0], first.reshard.atoms, first.reshard.axes)
-            pairs = zip(members, steps, strict=True)
-            tensors, precision = self.graph.tensors, self.precision
-            size = float(sum(s.numel * one.itemsize_in(way, tensors[one.tensor], precision) for one, s in pairs))
-            cost = self.reshard_costs.bucket_step(step, size)
-            kind = "copy" if step.local else step.kind
-            yield Task(name, kind, way, cost.seconds, step.axes, size, 0.0, True, False, cost.host_seconds)
-
-
-# -- a whole step -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -400,9 +244,21 @@ class _Profiler:
         once = self.plan.keep_gathered if way == "forward" else self.plan.defer_reduction
         if way == "backward" and bucket.is_sum and not bucket.is_alone:
             yield from self._copies_into(bucket)
+        if way == "forward":
+            yield from self._coding(bucket)
         for task in self.tasks.bucket(bucket.members, way):
             is_tied = way == "backward" and any(one.tensor in self.tied for one in bucket.members)
             yield task._replace(once=bucket.members[0].tensor in once, is_tied=is_tied)
+
+    def _coding(self, bucket: Bucket) -> Iterator[Task]:
+        """Yield what gathers in float8 compute before and after their messages."""
+        precision = self.plan.options.precision
+        members = [one for one in bucket.members if one.gathers_in_float8(self.graph, precision)]
+        size = sum(self.tasks.coding_bytes_of(one.tensor, one.source, one.target) for one in members)
+        if size:
+            task = self.tasks.memory_op(f"{members[0].tensor} in float8", "forward", size)
+            host = CODING_LAUNCHES * len(members) * self.tasks.launch
+            yield task._replace(once=members[0].tensor in self.plan.keep_gathered, host_seconds=host)
 
     def _copies_into(self, bucket: Bucket) -> Iterator[Task]:
         """Yield the copy of whole gradients into the buffer in which they are summed, where they stay."""

@@ -17,7 +17,8 @@ from autopar.cost.evaluate import on_slowest, priced_parts
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.pipeline import parts_by_stage, step_times
-from autopar.cost.profile import Direction, Profile, Task, profile
+from autopar.cost.profile import Profile, profile
+from autopar.cost.tasks import Direction, Task
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan

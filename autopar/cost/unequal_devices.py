@@ -14,7 +14,7 @@ from autopar.cost.collective_algorithms import TopologyLevel
 from autopar.cost.hardware.cluster import Cluster, ClusterPart, Device
 from autopar.cost.hardware.part_links import slowest_level
 from autopar.cost.network import Network
-from autopar.cost.profile import TaskBuilder
+from autopar.cost.tasks import TaskBuilder
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh

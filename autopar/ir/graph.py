@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from autopar.errors import AutoparError
 from autopar.ir.analysis.finite import passable_sums
+from autopar.ir.analysis.float8_products import weights_in_float8
 from autopar.ir.analysis.op_memory import Footprint, InternalSave, SavedTensors, footprints, saved_values
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.ir.exported import Exported
@@ -131,6 +132,11 @@ class NamedGraph:
             for name, other in zip(layer, repeat.layers[0], strict=True)
         }
         return footprints(self.exported, twins)
+
+    @cached_property
+    def float8_weights(self) -> frozenset[str]:
+        """Return the parameters that may be gathered in float8: the weights of products that may be in float8."""
+        return weights_in_float8(self.nodes, self.tensors, self.footprints)
 
     @cached_property
     def local_footprints(self) -> dict[Hashable, Footprint]:

@@ -24,6 +24,8 @@ LINEARS = {
     "fp8": ", linears multiplied in float8 with a scale for each tensor",
     "fp8-rows": ", linears multiplied in float8 with a scale for each row",
 }
+# How weights of these linears are gathered.
+GATHERS = {"": "", "fp8": ", their weights gathered in float8"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Precision:
     reduce: str = ""
     # Products of linears: empty in the dtype of the compute, else one of LINEARS.
     linears: str = ""
+    # Weights of linears in float8, as they are gathered: empty in the dtype of the compute, else one of GATHERS.
+    gathers: str = ""
 
     def __str__(self) -> str:
         if not self.compute:
@@ -59,7 +63,7 @@ class Precision:
             return "own: the dtypes of the model"
         return (
             f"{self}: compute in {self.compute}, weights in {self.master}, optimizer states in {self.states}, "
-            f"gradients summed in {self.reduce}{LINEARS[self.linears]}"
+            f"gradients summed in {self.reduce}{LINEARS[self.linears]}{GATHERS[self.gathers]}"
         )
 
     @property
@@ -118,7 +122,7 @@ def parse_precision(text: str | Precision | None) -> Precision:
         key, _, value = (part.strip() for part in other.partition("="))
         if key not in names:
             raise _invalid(text, f"unknown field '{key}'{did_you_mean(key, names)}: expected {', '.join(names)}")
-        known = [name for name in LINEARS if name] if key == "linears" else list(FLOATS)
+        known = [name for name in {"linears": LINEARS, "gathers": GATHERS}.get(key, FLOATS) if name]
         if value not in known:
             raise _invalid(text, f"unknown {key} '{value}'{did_you_mean(value, known)}: expected {', '.join(known)}")
         if found == OWN:
@@ -126,6 +130,8 @@ def parse_precision(text: str | Precision | None) -> Precision:
         found = replace(found, **{key: value})
     if found.linears and found.compute != "bf16":
         raise _invalid(text, f"linears in float8 need compute in bf16, got {found.compute}")
+    if found.gathers and not found.linears:
+        raise _invalid(text, "weights are gathered in float8 for linears in float8: add linears=fp8")
     return found
 
 

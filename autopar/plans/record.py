@@ -129,9 +129,9 @@ class PlanRecord:
         summed = [bucket for bucket in step.buckets if bucket.is_sum]
         sums = {member.tensor: bucket.sum_bytes for bucket in summed for member in bucket.members}
         found = []
-        precision = self.decided.options.precision
-        reduced = {tensor.name: precision.reduced(tensor.dtype).itemsize for tensor in self.graph.parameters}
-        sent = step_collectives(step.reshard_plan.inserted(), self.network.level_sums, self.decided.mesh, sums, reduced)
+        inserted, precision = step.reshard_plan.inserted(), self.decided.options.precision
+        levels, mesh = self.network.level_sums, self.decided.mesh
+        sent = step_collectives(inserted, levels, mesh, sums, self.graph, precision)
         for one in sent:
             seconds = self.network.library_seconds(one.kind, one.axes, float(one.bytes))
             found.append(PricedCollective(**vars(one), seconds=seconds))

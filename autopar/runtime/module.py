@@ -310,8 +310,8 @@ class ParallelModule(ClosedModule, metaclass=ModelClass):
         """Return the collectives of a forward and backward of the latest call, in order of the graph."""
         groups, emitted, precision = self._plans.groups, self.emitted, self._plans.options.precision
         sizes = dict(zip(groups.names, groups.mesh.shape, strict=True))
-        reduced = {tensor.name: precision.reduced(tensor.dtype).itemsize for tensor in self.graph.parameters}
-        return tuple(step_collectives(emitted.inserted, groups.level_sums, sizes, emitted.sum_bytes, reduced))
+        inserted, sums = emitted.inserted, emitted.sum_bytes
+        return tuple(step_collectives(inserted, groups.level_sums, sizes, sums, self.graph, precision))
 
     def routed_loads(self) -> tuple[RoutedLoad, ...]:
         """Return the rows that each rank multiplied in each routing of the latest uncompiled forward.

@@ -114,6 +114,7 @@ class Weights:
     def handling(self, graph: NamedGraph, assignment: Assignment) -> dict[str, ParameterHandling]:
         """Return how the parameters of a graph are stored, used and reduced."""
         found = {}
+        narrow = graph.float8_weights if self.precision.gathers else ()
         for tensor in graph.parameters:
             stored = self.dtypes[tensor.name]
             policy = assignment.gather_policies.get(tensor.name, GatherPolicy(False, False, False))
@@ -124,6 +125,7 @@ class Weights:
                 policy.defer_reduction,
                 policy.regather,
                 policy.keep_gathered,
+                tensor.name in narrow,
             )
         return found
 

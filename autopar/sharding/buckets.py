@@ -102,8 +102,9 @@ def buckets_of(graph: NamedGraph, plan: StepPlan, reshard_plan: ReshardPlan) -> 
             block = re.match(r"(.*?\.\d+)\.", tensor.name)
             size = max(prod(shape_of(one, step.before)) for way in ways_of(one) for step in way) * one.itemsize
             handled = tuple(tensor.name in names for names in (plan.keep_gathered, plan.defer_reduction, plan.regather))
+            narrow = bool(plan.options.precision.gathers) and tensor.name in graph.float8_weights
             # One flat buffer has one dtype, runs the same steps, and is freed and reduced at once.
-            kind = steps, tensor.dtype, handled, tensor.requires_grad, tensor.frozen
+            kind = steps, tensor.dtype, handled, narrow, tensor.requires_grad, tensor.frozen
             members.append(_Member(one, kind, block[1] if block else "", round(size)))
     grouped = (tuple(member.inserted for member in group) for group in in_buckets(members))
     place = {name: i for i, name in enumerate(reshard_plan.ops)}

@@ -14,7 +14,7 @@ from math import ceil
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import Precision
-from autopar.ir.values import NamedNode, NamedTensor
+from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.level_sums import LevelPhase, LevelSum
 from autopar.sharding.lowered_ops import LoweredOpContext, OpMessage, lowered_context
@@ -56,16 +56,16 @@ def step_collectives(
     sums: LevelSumsOver,
     sizes: Mapping[str, int],
     in_buckets: Mapping[str, int],
-    reduced: Mapping[str, int],
+    graph: NamedGraph,
+    precision: Precision,
 ) -> Iterator[StepCollective]:
     """Yield the collectives of reshards, each by itself; an all-reduce by level is several.
 
-    `sizes` are those of the axes; `in_buckets` has the bytes that are summed together with a parameter's gradient,
-    `reduced` those of an element of it.
+    `sizes` are those of the axes; `in_buckets` has the bytes that are summed together with a parameter's gradient.
     """
     for one in inserted:
         for direction, step in one.collectives():
-            size = one.bytes_of(step, reduced.get(one.tensor) if direction == "backward" else None)
+            size = one.bytes_of(step, one.itemsize_in(direction, graph, precision))
             phases = [LevelPhase(step.kind.value, step.axes, 1.0)]
             if step.kind is StepKind.ALL_REDUCE:
                 together = in_buckets.get(one.tensor, size)
@@ -113,9 +113,13 @@ class InsertedReshard:
         return round(step.numel * (self.itemsize if itemsize is None else itemsize))
 
     @property
+    def _backward(self) -> tuple[Step, ...]:
+        return self.reshard.backward if self.differentiable else ()
+
+    @property
     def ways(self) -> tuple[Step, ...]:
         """The steps of both directions, of the forward alone without a gradient."""
-        return (*self.reshard.forward, *(self.reshard.backward if self.differentiable else ()))
+        return (*self.reshard.forward, *self._backward)
 
     def collectives(self) -> Iterator[tuple[str, Step]]:
         """Yield the steps that send, each with its direction."""
@@ -123,11 +127,22 @@ class InsertedReshard:
         if self.differentiable:
             yield from (("backward", step) for step in self.reshard.backward if not step.local)
 
-    def itemsize_in(self, direction: str, tensor: NamedTensor, precision: Precision) -> float:
-        """Return the bytes of an element that is sent; gradients of parameters are summed in a dtype of their own."""
-        if direction == "backward" and tensor.kind == "param":
+    def itemsize_in(self, direction: str, graph: NamedGraph, precision: Precision) -> float:
+        """Return the bytes of an element that is sent; parameters may be gathered and summed in dtypes of their own."""
+        tensor = graph.tensors[self.tensor]
+        if tensor.kind != "param":
+            return self.itemsize
+        if direction == "backward":
             return precision.reduced(tensor.dtype).itemsize
-        return self.itemsize
+        return 1.0 if self.gathers_in_float8(graph, precision) else self.itemsize
+
+    def gathers_in_float8(self, graph: NamedGraph, precision: Precision) -> bool:
+        """Return whether a parameter is gathered in float8."""
+        if not precision.gathers or self.tensor not in graph.float8_weights:
+            return False
+        # Others are in no bucket.
+        kinds, back = ({step.kind for step in way if not step.local} for way in (self.reshard.forward, self._backward))
+        return kinds == {StepKind.ALL_GATHER} and back <= {*kinds, StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from math import prod
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate, least_seconds
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.profile import TaskBuilder
+from autopar.cost.tasks import TaskBuilder
 from autopar.cost.unequal_devices import priced_kind
 from autopar.ir.analysis.saved_values import SavedValues
 from autopar.ir.graph import NamedGraph

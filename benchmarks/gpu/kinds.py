@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 import autopar
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import lower_step
-from autopar.cost.profile import Task
 from autopar.cost.profile import profile as tasks_of
+from autopar.cost.tasks import Task
 from autopar.ir.analysis.contractions import contractions
 from autopar.ir.graph import NamedGraph
 from autopar.plans.cluster_here import cluster_here

@@ -19,7 +19,8 @@ from autopar.cost.compute.op_time import cast_work, local_bytes
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import memory
-from autopar.cost.profile import Task, profile
+from autopar.cost.profile import profile
+from autopar.cost.tasks import Task
 from autopar.ir.analysis.float8_products import in_float8
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import PRESETS, Precision

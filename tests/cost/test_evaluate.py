@@ -16,7 +16,8 @@ import autopar
 from autopar.cost.evaluate import evaluate, exposed_seconds
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
-from autopar.cost.profile import Profile, Task, profile
+from autopar.cost.profile import Profile, profile
+from autopar.cost.tasks import Task
 from autopar.cost.timeline import STREAMS, timeline, timeline_of
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph

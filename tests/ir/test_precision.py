@@ -18,6 +18,7 @@ from autopar.ir.precision import OWN, PRESETS, Precision, parse_precision
         "bf16, reduce=bf16",
         "bf16, states=bf16, reduce=bf16",
         "bf16, reduce=bf16, linears=fp8",
+        "bf16, linears=fp8-rows, gathers=fp8",
         "fp32, states=fp16",
     ],
 )
@@ -45,6 +46,8 @@ def test_fields_that_make_another_preset_have_its_name() -> None:
         ("bf16, reduce", "unknown reduce ''"),
         ("bf16, linears=fp9", "unknown linears 'fp9'; did you mean 'fp8'?: expected fp8, fp8-rows"),
         ("fp16, linears=fp8", "linears in float8 need compute in bf16, got fp16"),
+        ("bf16, gathers=fp8", "weights are gathered in float8 for linears in float8: add linears=fp8"),
+        ("fp8, gathers=fp8-rows", "unknown gathers 'fp8-rows': expected fp8"),
         ("own, reduce=bf16", "'own' has no fields"),
     ],
 )

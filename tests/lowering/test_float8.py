@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 from autopar.lowering.modules import float8
-from autopar.lowering.modules.float8 import E4M3, E5M2, float8_linear, rounded, scale_of
+from autopar.lowering.modules.float8 import E4M3, E5M2, coded, decoded, float8_linear, rounded, scale_of
 
 
 def operands(k: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,6 +99,18 @@ def test_rounding_again_changes_nothing(seed: int) -> None:
     x = (torch.randn(4096) * 10.0 ** (2 * seed - 4)).bfloat16()
     once = rounded(x, scale_of(x.abs().max()))
     assert torch.equal(rounded(once, scale_of(once.abs().max())), once)
+
+
+def test_what_is_coded_and_joined_is_decoded_by_its_own_scale() -> None:
+    torch.manual_seed(0)
+    parts = [(torch.randn(7, 3) * size).bfloat16() for size in (1e-3, 1.0, 3e4)]
+    sent = torch.cat([coded(one) for one in parts])
+    assert (sent.dtype, sent.shape) == (torch.uint8, (3 * (21 + 4),)), "one byte a number, and a scale"
+    for one, back in zip(parts, decoded(sent, 3, torch.bfloat16), strict=True):
+        assert torch.equal(back, rounded(one, scale_of(one.abs().max())).flatten())
+    parts[1][2, 2] = torch.inf
+    back = decoded(torch.cat([coded(one) for one in parts]), 3, torch.bfloat16)
+    assert back.isfinite().all(1).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)])

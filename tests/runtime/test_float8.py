@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.lowering.modules.float8 import FLOAT8_LINEAR, float8_linear
@@ -51,7 +54,7 @@ def alone(precision: str) -> tuple[float, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = Mlp().bfloat16()
     x = torch.randn(32, WIDTH).bfloat16()
-    with linears_in_float8(model, rows=precision == "fp8-rows"):
+    with linears_in_float8(model, rows="fp8-rows" in precision):
         loss = model(x)
         loss.backward()
     return float(loss), gradients(model)
@@ -69,7 +72,8 @@ def run(precision: str, mesh: str, layout: str) -> tuple[float, float, int, dict
         loss.backward()
     found = gradients(parallel)
     worst = max(float((found[name] - one.float()).norm() / one.float().norm()) for name, one in reference.items())
-    count = sum(node.target is FLOAT8_LINEAR for node in parallel.emitted.graph_module.graph.nodes)
+    parts = [one for one in parallel.emitted.graph_module.modules() if isinstance(one, GraphModule)]
+    count = sum(node.target is FLOAT8_LINEAR for part in parts for node in part.graph.nodes)
     return abs(float(loss) - expected) / expected, worst, count, seen.dtypes
 
 
@@ -78,11 +82,7 @@ def run(precision: str, mesh: str, layout: str) -> tuple[float, float, int, dict
     [
         ("fsdp=4", "fsdp"),
         pytest.param("dp=2,tp=2", "batch -> dp; d_ff -> tp; * -> none", marks=pytest.mark.slow),
-        pytest.param(
-            "fsdp=2",
-            "batch -> fsdp; * -> none; param, grad, opt { * -> fsdp | none }; regather @*",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("fsdp=2", REGATHERED, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("precision", ["fp8", pytest.param("fp8-rows", marks=pytest.mark.slow)])
@@ -93,3 +93,57 @@ def test_float8_on_ranks_is_near_float8_on_one(precision: str, mesh: str, layout
         # Each rank has scales of its own, which round otherwise: half a step of a mantissa of two or three bits.
         assert loss < 2e-3
         assert gradient < 0.06
+
+
+@pytest.mark.parametrize(
+    ("layout", "linears"),
+    [
+        ("fsdp", "fp8"),
+        pytest.param("fsdp", "fp8-rows", marks=pytest.mark.slow),
+        pytest.param(REGATHERED, "fp8", marks=pytest.mark.slow),
+        pytest.param("micro 2; " + REGATHERED, "fp8", marks=pytest.mark.slow),
+        pytest.param("micro 2; batch -> fsdp; param, grad, opt { * -> fsdp | none }", "fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_are_gathered_in_float8(layout: str, linears: str) -> None:
+    """A shard has a scale of its own; a second rounding changes no number but the smallest."""
+    for loss, gradient, count, dtypes in launch(
+        run, f"bf16, linears={linears}, gathers=fp8", "fsdp=2", layout, ranks=2
+    ):
+        assert count in (4, 8), "a loop has a body for its first micro-batch"
+        assert loss < 2e-3
+        assert gradient < 0.06
+        assert dtypes["all_gather_into_tensor"] == {"uint8", "bfloat16"}, "biases are no weights of a product"
+
+
+def gathered(precision: str) -> tuple[int, int, float]:
+    """The bytes of all gathers as the module lists them, as they are sent, and the loss."""
+    torch.manual_seed(0)
+    x = torch.randn(32, WIDTH)
+    parallel = autopar.parallelize(Mlp(), "fsdp=2", (x,), layout="fsdp", precision=precision, outputs="full")
+    listed = [one.bytes for one in parallel.collectives() if one.kind == "all_gather"]
+    with GatheredBytes() as seen:
+        loss = parallel(x)
+    return sum(listed), seen.bytes, float(loss.detach())
+
+
+class GatheredBytes(TorchDispatchMode):
+    """Bytes of the gathered buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_gather" in func._schema.name:
+            self.bytes += sum(one.nbytes for one in (args[0] if isinstance(args[0], list) else [args[0]]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gather_in_float8_sends_half() -> None:
+    weights, biases = 2 * 2 * WIDTH * HIDDEN, 2 * (WIDTH + HIDDEN)
+    for precision, itemsize in (("fp8", 2), ("fp8, gathers=fp8", 1)):
+        for listed, sent, _ in launch(gathered, precision, ranks=2):
+            assert listed == itemsize * weights + 2 * biases, "those of the gathered buffers"
+            scales = 4 * 4 if itemsize == 1 else 0
+            assert sent == listed // 2 + scales, "of each rank's shards"

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.cost.lowered_step import lower_step
-from autopar.cost.profile import Task, profile
+from autopar.cost.profile import profile
+from autopar.cost.tasks import Task
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.time_slice import propagate_plan

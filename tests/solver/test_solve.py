@@ -17,6 +17,7 @@ from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.profile import Profile, profile
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import parse_precision
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
@@ -39,11 +40,15 @@ CLUSTER = load_cluster("h100")
 AXES = {"dp": 2, "tp": 2}
 
 
-@pytest.fixture(scope="module")
-def graph() -> NamedGraph:
+def traced(precision: str = "own") -> NamedGraph:
     model, inputs = gpt(layers=1, d_model=256, heads=4, vocab=512, seq=128, batch=8, device="meta")
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())  # no parameter is converted for two ops
-    return autopar.trace(model, inputs)
+    return autopar.trace(model, inputs, precision=precision)
+
+
+@pytest.fixture(scope="module")
+def graph() -> NamedGraph:
+    return traced()
 
 
 def sums_of(found: Profile) -> Floats:
@@ -70,10 +75,13 @@ def sums_of(found: Profile) -> Floats:
     return sums
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_the_planner_believes_is_what_evaluate_adds_up(graph: NamedGraph, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "precision"), [(False, "own"), (True, "own"), (False, "bf16"), (False, "fp8, gathers=fp8")]
+)
+def test_what_the_planner_believes_is_what_evaluate_adds_up(compiled: bool, precision: str) -> None:
     """All but what is shared: conversions that two ops want, and the buckets of parameters."""
-    setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, TrainingOptions(compiled=compiled))
+    graph, options = traced(precision), TrainingOptions(compiled=compiled, precision=parse_precision(precision))
+    setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, options)
     model = build(setting, BoundLayout(graph, Layout(()), AXES))
     draw = random.Random(0)
     same = 0

@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
-from autopar.ir.precision import OWN, PRESETS, Precision
+from autopar.ir.precision import OWN, PRESETS, Precision, parse_precision
 from autopar.mesh import Mesh
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
@@ -55,6 +55,9 @@ MODELS = {
 }
 
 
+NARROW = parse_precision("fp8, gathers=fp8")
+
+
 def problem(graph: NamedGraph, mesh: str, micro_batches: int = 1, precision: Precision = OWN) -> PlanningProblem:
     made = Mesh(mesh)
     options = TrainingOptions(links=made.links, micro_batches=micro_batches, precision=precision)
@@ -66,7 +69,9 @@ def free(setting: PlanningProblem) -> BoundLayout:
 
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("mixtral", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("micro_batches", "precision"), [(1, OWN), (1, PRESETS["bf16"]), (4, PRESETS["bf16"])])
+@pytest.mark.parametrize(
+    ("micro_batches", "precision"), [(1, OWN), (1, PRESETS["bf16"]), (4, PRESETS["bf16"]), (1, NARROW)]
+)
 def test_no_relaxed_cost_exceeds_the_exact_one(name: str, micro_batches: int, precision: Precision) -> None:
     """By every sum, of the forward and of the backward, of values and of parameters."""
     graph = autopar.trace(*MODELS[name](), precision=precision)

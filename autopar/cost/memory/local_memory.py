@@ -35,7 +35,7 @@ from autopar.sharding.lowered_ops.base import OpMessage, Send
 from autopar.sharding.lowered_ops.ring_attention import RingPass
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, ReshardPlan
-from autopar.sharding.sharding import atoms_of
+from autopar.sharding.sharding import Sharding, atoms_of
 
 # Ops whose memory is no share of that of the whole op: gradients of all keys, logits of some rows.
 OF_LOCAL_SHAPES = (str(FOLDED_ATTENTION), str(DOCUMENT_ATTENTION), str(LINEAR_CROSS_ENTROPY))
@@ -346,9 +346,8 @@ class LiveState:
     def _bytes(self, version: Version) -> float:
         found = self.sizes.get(version)
         if found is None:
-            is_here = self.has(version)
-            found = float(local_bytes(self.graph, *version, self.plan.axes)) if is_here else 0.0
-            self.sizes[version] = found
+            size = local_bytes(self.graph, *version, self.plan.axes) if self.has(version) else 0.0
+            found = self.sizes[version] = float(size)
         return found
 
     def _bytes_in(self, version: Version, dtype: torch.dtype) -> float:
@@ -410,11 +409,15 @@ class LiveState:
             now = after
         return now
 
+    def _sent_bytes(self, one: InsertedReshard, sharding: Sharding) -> float:
+        """Return the bytes of a parameter in the dtype in which it is gathered."""
+        share = one.itemsize_in("forward", self.graph, self.precision) / one.itemsize
+        return share * self._bytes((one.tensor, sharding))
+
     def _start_gather(self, bucket: Bucket) -> int:
         """Return the buffer of a bucket; the shards are copied into one piece for the gather."""
-        shards = sum(self._bytes((one.tensor, one.source)) for one in bucket.members)
-        flat = self.storages.new(sum(self._bytes((one.tensor, one.target)) for one in bucket.members))
-        self.storages.touch(shards)
+        flat = self.storages.new(sum(self._sent_bytes(one, one.target) for one in bucket.members))
+        self.storages.touch(sum(self._sent_bytes(one, one.source) for one in bucket.members))
         return flat
 
 

@@ -193,6 +193,8 @@ class ForwardMemory(LiveState):
         elif len(bucket.members) == 1 or not bucket.members[0].reshard.forward:
             for one in bucket.members:
                 self._reshard_value(one)
+                if one.gathers_in_float8(self.graph, self.precision):
+                    self.storages.touch(self._sent_bytes(one, one.target))
         else:
             flat = self.flat.pop(bucket, None)
             flat = self._start_gather(bucket) if flat is None else flat
@@ -431,6 +433,8 @@ class StepMemory(ForwardMemory):
         following = self.schedule.next_regathered.get(bucket)
         if following is not None:
             self.flat[following] = self._start_gather(following)
-        self.regathered[bucket] = self.storages.new(self.storages.sizes[flat])
+        self.regathered[bucket] = self.storages.new(
+            sum(self._bytes((one.tensor, one.target)) for one in bucket.members)
+        )
         self.storages.touch(self.storages.sizes[flat] if len(bucket.members) > 1 else 0.0)
         self.storages.drop(flat)

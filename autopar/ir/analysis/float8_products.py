@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.precision import Precision
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.rules.ops.routed import GROUPED_ROWS
 
-__all__ = ["LINEAR", "MULTIPLE", "in_float8"]
+__all__ = ["LINEAR", "MULTIPLE", "in_float8", "weights_in_float8"]
 
 LINEAR = "aten.linear.default"
 # Kernels of float8 products take sizes that are multiples of it.
@@ -19,7 +20,34 @@ MULTIPLE = 16
 
 def in_float8(node: NamedNode, tensors: Mapping[str, NamedTensor], precision: Precision) -> bool:
     """Return whether an op multiplies in float8: a linear by its weight, except the vocab's, or rows by group."""
-    if not precision.linears or node.op not in (LINEAR, str(GROUPED_ROWS)):
+    return bool(precision.linears) and _suits(node, tensors)
+
+
+def weights_in_float8(
+    nodes: Iterable[NamedNode], tensors: Mapping[str, NamedTensor], memory: Mapping[str, Footprint]
+) -> frozenset[str]:
+    """Return the parameters that nothing reads but products that may be in float8, as their weights."""
+    # The parameter of a weight, through its views.
+    sources = {name: name for name, tensor in tensors.items() if tensor.kind == "param"}
+    found, others = set[str](), set[str]()
+    for node in nodes:
+        aliases = memory[node.node].aliases
+        is_view = bool(aliases) and all(alias == 0 for alias in aliases)
+        for place, name in enumerate(node.operands):
+            source = sources.get(name or "")
+            if source is None:
+                continue
+            if place == 1 and _suits(node, tensors):
+                found.add(source)
+            elif place == 0 and is_view:
+                sources.update((made, source) for made in node.outputs if made is not None)
+            else:
+                others.add(source)
+    return frozenset(found - others)
+
+
+def _suits(node: NamedNode, tensors: Mapping[str, NamedTensor]) -> bool:
+    if node.op not in (LINEAR, str(GROUPED_ROWS)):
         return False
     weight = tensors[node.operands[1] or ""]
     if weight.dtype is not torch.bfloat16 or any(size % MULTIPLE for size in weight.shape[-2:]):

@@ -19,6 +19,7 @@ from autopar.lowering.collectives.checksum import quick_checksum
 from autopar.lowering.collectives.level_groups import LevelChain, LevelGroups, sum_by_level
 from autopar.lowering.collectives.local_reshard import LocalReshard, send, send_all
 from autopar.lowering.collectives.local_steps import LocalStep, finish, keep_local, prepare
+from autopar.lowering.modules.float8 import coded, decoded
 from autopar.lowering.modules.run_state import RUN_STATE
 from autopar.sharding.reshard.reshard import StepKind
 
@@ -77,6 +78,8 @@ class ParameterHandling:
     again: bool = False
     # Under `no_sync` one gathered copy serves all forwards.
     lasting: bool = False
+    # Gathered in float8, with a scale for each shard.
+    in_float8: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,17 @@ class BucketCollectives:
         """Cast the stored tensors and begin their reshard; return the pieces of each, which may be pending."""
         used = self.handling.used
         cast = [x.to(used) for x in tensors]
-        return begin_steps(self.forward, cast) if self.forward else tuple(cast)
+        return begin_steps(self.forward, cast, self.handling.in_float8) if self.forward else tuple(cast)
 
     def finished(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Return the resharded tensors, unpacked from pieces that have arrived."""
         if not self.forward:
             return list(pieces)
-        pairs = zip(self.conversions, pieces, strict=True)
-        return [finish(one.forward[-1], piece).reshape(one.result_shape) for one, piece in pairs]
+        last = [one.forward[-1] for one in self.conversions]
+        if self.handling.in_float8:
+            pieces = _decoded(last, pieces, self.handling.used)
+        triples = zip(self.conversions, last, pieces, strict=True)
+        return [finish(move, piece).reshape(one.result_shape) for one, move, piece in triples]
 
 
 def _sending(ways: Sequence[tuple[LocalStep, ...]]) -> tuple[tuple[LocalStep, ...], ...]:
@@ -129,17 +135,28 @@ def locally(moves: tuple[LocalStep, ...], x: Tensor, shape: tuple[int, ...]) -> 
     return x.reshape(shape) if moves else x
 
 
-def begin_steps(steps: tuple[tuple[LocalStep, ...], ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run all steps, and begin the last; return the piece of each tensor in its buffer."""
+def begin_steps(
+    steps: tuple[tuple[LocalStep, ...], ...], tensors: Sequence[Tensor], in_float8: bool = False
+) -> tuple[Tensor, ...]:
+    """Run all steps, and begin the last; return the piece of each tensor in its buffer, which may be coded."""
     parts = [x.reshape(move.before) for x, move in zip(tensors, steps[0], strict=True)]
     for moves in steps[:-1]:
-        pieces = waited(_exchange(moves, parts))
+        pieces = waited(_exchange(moves, parts, in_float8))
+        pieces = _decoded(moves, pieces, tensors[0].dtype) if in_float8 else pieces
         parts = [finish(move, piece) for move, piece in zip(moves, pieces, strict=True)]
-    return _exchange(steps[-1], parts)
+    return _exchange(steps[-1], parts, in_float8)
 
 
-def _exchange(moves: tuple[LocalStep, ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _decoded(moves: Sequence[LocalStep], pieces: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return what was gathered in float8 in another dtype; what other steps sent was not coded."""
+    pairs = zip(moves, pieces, strict=True)
+    return [decoded(x, move.ranks, dtype) if move.kind is StepKind.ALL_GATHER else x for move, x in pairs]
+
+
+def _exchange(moves: tuple[LocalStep, ...], tensors: Sequence[Tensor], in_float8: bool = False) -> tuple[Tensor, ...]:
     parts = [prepare(move, x) for move, x in zip(moves, tensors, strict=True)]
+    if in_float8 and moves[0].kind is StepKind.ALL_GATHER:
+        parts = [coded(part) for part in parts]
     alone = [i for i, part in enumerate(parts) if _is_sent_alone(moves[0], part)]
     if not alone or torch.compiler.is_compiling():
         return _sent_as_one(moves[0], parts)

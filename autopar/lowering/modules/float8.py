@@ -17,7 +17,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from autopar.ir.analysis.float8_products import MULTIPLE
 
-__all__ = ["E4M3", "FLOAT8_LINEAR", "MULTIPLE", "float8_linear", "rounded", "scale_of", "scaled"]
+__all__ = ["E4M3", "FLOAT8_LINEAR", "MULTIPLE", "coded", "decoded", "float8_linear", "rounded", "scale_of", "scaled"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Of a float32.
@@ -57,6 +57,23 @@ def scaled(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tens
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
     """Return the numbers of a tensor as float8 has them under a scale."""
     return (x * scale.to(x.dtype)).to(dtype).to(x.dtype) / scale.to(x.dtype)
+
+
+# Bytes of a float32: a scale stands behind the numbers that it belongs to.
+SCALE_BYTES = 4
+
+
+def coded(x: Tensor) -> Tensor:
+    """Return the numbers of a tensor in float8, and the inverse of their scale, as bytes."""
+    made, scale = scaled(x.reshape(-1), E4M3, None)
+    return torch.cat([made.view(torch.uint8), scale.reciprocal().reshape(1).view(torch.uint8)])
+
+
+def decoded(x: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of tensors that were coded apart and joined, one in each row."""
+    rows = x.view(parts, -1)
+    scales = rows[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+    return rows[:, :-SCALE_BYTES].view(E4M3).to(dtype).mul_(scales.to(dtype))
 
 
 def _largest(x: Tensor, dim: int | None) -> Tensor:

@@ -16,8 +16,8 @@ from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryMoment, memory_over_time
-from autopar.cost.profile import Task, TaskBuilder
 from autopar.cost.step_errors import shipped_errors
+from autopar.cost.tasks import Task, TaskBuilder
 from autopar.cost.time_range import time_range
 from autopar.cost.timeline import step_timeline
 from autopar.files import write_text

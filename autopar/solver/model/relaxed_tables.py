@@ -147,7 +147,7 @@ class RelaxedTables(CostTables):
     ) -> None:
         wants = distinct_wants(columns)
         stored, place = numbered([one.layout for one in rows])
-        there = self.bounds.between(cut.sizes, cut.itemsize, [s.value for s in stored], [t.value for t in wants])
+        there = self.bounds.between(cut.sizes, cut.gathered, [s.value for s in stored], [t.value for t in wants])
         back = self._back(cut, stored, wants, cut.reduced) if cut.trained else None
         fills, share = self._bucket_share(cut, stored, wants, there, back, use.gathered)
         _, splits = numbered([one.splits for one in (*stored, *wants)])

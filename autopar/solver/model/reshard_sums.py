@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cost.compute.byte_time import seconds_of_bytes
+from autopar.cost.parameter_passes import CODING_LAUNCHES, coding_bytes
 from autopar.ir.values import NamedTensor
 from autopar.sharding.buckets import goes_in_bucket
 from autopar.sharding.options import sum_dtype
@@ -34,6 +35,8 @@ class TensorCut(NamedTuple):
     trained: bool
     # Bytes of an element while its gradient is reduced.
     reduced: int
+    # Bytes of an element while it is gathered.
+    gathered: float
     # It is a parameter that is stored or reduced in another dtype than that of the compute.
     casts: bool
     # Bytes of a gradient's element that its copy into a bucket reads and writes: each time, and once in a step.
@@ -58,6 +61,7 @@ class TensorCut(NamedTuple):
             tensor.element_bytes,
             trained,
             reduced.itemsize,
+            1.0 if precision.gathers and tensor.name in setting.graph.float8_weights else tensor.element_bytes,
             casts,
             (each, once),
             atoms.by_share,
@@ -75,6 +79,7 @@ class _BucketShare(NamedTuple):
     forward: tuple[float, float]
     backward: tuple[float, float]
     gathers: bool
+    in_float8: bool
     # Gradients are only summed, and copied into a buffer for it.
     is_sum: bool
 
@@ -153,7 +158,7 @@ class ReshardSums:
 
         `gathered` is what could be gathered together.
         """
-        forward, backward, gathers, is_sum = self._moved(cut, held.layout, want, gathered)
+        forward, backward, gathers, in_float8, is_sum = self._moved(cut, held.layout, want, gathered)
         sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
         sums[Sum.HOST_ONCE if held.lasting else Sum.HOST] += forward[1]
         deferred = later or held.defers(want)
@@ -164,9 +169,15 @@ class ReshardSums:
             # The copy starts with those of the other parameters in its bucket; nothing hides that of a whole step.
             seconds = cut.copied[once] * self.gib(cut, want) * 2**30 / cut.itemsize / self.setting.prices.device.stream
             sums[[Sum.DEVICE_ONCE] if once else [Sum.DEVICE, Sum.BACKWARD_ROOM]] += seconds
-        if held.again and self.setting.trains and gathers:
+        again = held.again and self.setting.trains and gathers
+        if again:
             sums[Sum.BACKWARD_EACH] += forward[0]
             sums[Sum.HOST] += forward[1]
+        if in_float8:
+            numels = (self.gib(cut, one) * 2**30 / cut.itemsize for one in (held.layout, want))
+            for room, once in ((Sum.FORWARD_ROOM, held.lasting), (Sum.BACKWARD_ROOM, False))[: 1 + again]:
+                for key, value in self.cast_sums(coding_bytes(*numels), room, once, CODING_LAUNCHES).items():
+                    sums[key] += value
 
     def _moved(self, cut: TensorCut, stored: Sharding, want: Sharding, gathered: Joinable) -> _BucketShare:
         key = cut, stored, want, gathered
@@ -174,6 +185,7 @@ class ReshardSums:
         if found is None:
             there, back = ways = self._ways_of(cut, stored, want)
             gathers, fill, share, is_sum = any(leg.kind == "all_gather" for leg, _ in there), 1.0, 1.0, False
+            in_float8 = any(itemsize < cut.itemsize for _, itemsize in there)
             if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
                 joined = gathered if gathers else self.summed
                 sent = cut.itemsize * np.array(max(leg.before for leg, _ in (*there, *back)))
@@ -181,7 +193,7 @@ class ReshardSums:
                 fill, share = float(fills), float(joined.shares(fills, np.array(self._along(*there, *back))))
                 is_sum = [leg.kind for leg, _ in back] == [StepKind.ALL_REDUCE.value]
             forward, backward = (self._sent(way, fill, share) for way in ways)
-            found = self.moved[key] = _BucketShare(forward, backward, gathers, is_sum)
+            found = self.moved[key] = _BucketShare(forward, backward, gathers, in_float8, is_sum)
         return found
 
     def _along(self, *way: _Sent) -> int:
@@ -193,7 +205,11 @@ class ReshardSums:
         back = cut.steps(self.routes, want.gradient.value, stored.gradient.value) if cut.trained else ()
         assert there is not None, "parameters are stored in full"
         assert back is not None, "parameters are stored in full"
-        return tuple((leg, cut.itemsize) for leg in there), tuple((leg, cut.reduced) for leg in back)
+        # A reshard in no bucket is sent as it is used, and so is all but a gather.
+        kinds, others = ({leg.kind for leg in way if not leg.local} for way in (there, back))
+        is_gather = kinds == {"all_gather"} and others <= {"all_gather", "all_reduce", "reduce_scatter"}
+        itemsize = cut.gathered if is_gather else cut.itemsize
+        return tuple((leg, itemsize) for leg in there), tuple((leg, cut.reduced) for leg in back)
 
     def _sent(self, way: tuple[_Sent, ...], fill: float, share: float) -> tuple[float, float]:
         """Return link and host seconds of a part of a bucket, and of a share of its start."""
@@ -235,17 +251,18 @@ class ReshardSums:
         if held.again:
             add(prices.cast_bytes(tensor.name, held.layout), Sum.BACKWARD_ROOM, once=False)
 
-    def cast_sums(self, size: float, room: Sum, once: bool) -> dict[Sum, float]:
+    def cast_sums(self, size: float, room: Sum, once: bool, launches: int = 1) -> dict[Sum, float]:
         """Return what a cast that reads and writes so many bytes adds to the sums."""
         prices, call = self.setting.prices, self.setting.call
         if not size:
             return {}
         seconds = seconds_of_bytes(size, prices.device)
+        host = launches * prices.launch
         if not once:
-            return {Sum.DEVICE: seconds, room: seconds, Sum.HOST: prices.launch}
+            return {Sum.DEVICE: seconds, room: seconds, Sum.HOST: host}
         if call is not None and call.pipelining is not None and room is Sum.FORWARD_ROOM:
             return {Sum.FORWARD_ONCE: seconds}  # a stage casts while it waits for its first micro-batch
-        return {Sum.DEVICE_ONCE: seconds, Sum.HOST_ONCE: prices.launch}
+        return {Sum.DEVICE_ONCE: seconds, Sum.HOST_ONCE: host}
 
 
 def kept_early(produced: Sharding, wanted: Sharding, size: Callable[[Sharding], float]) -> bool:

@@ -1,0 +1,166 @@
+"""Tasks of one device: one op, one reshard, one bucket or one addition of gradients, each with its time.
+
+The search prices single choices by them. Equal work is priced once: ops by their call and shardings, collectives by
+kind, axes and size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from autopar.cost.compute.byte_time import seconds_of_bytes
+from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, local_bytes, op_work
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.network import Network
+from autopar.cost.overlap import OverlapCost
+from autopar.cost.parameter_passes import ParameterPasses
+from autopar.cost.reshard_costs import ReshardCosts
+from autopar.cost.ring_overlap import ring_traffic
+from autopar.ir.analysis.float8_products import in_float8
+from autopar.ir.graph import NamedGraph
+from autopar.ir.precision import OWN, Precision
+from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
+from autopar.sharding.assignment import OpAssignment
+from autopar.sharding.options import sum_dtype
+from autopar.sharding.reshard.reshard import StepSize
+from autopar.sharding.reshard_insertion import InsertedReshard
+from autopar.sharding.sharding import Sharding
+
+Direction = Literal["forward", "backward", "recompute", "optimizer"]
+
+
+class Task(NamedTuple):
+    """One kernel, local copy or collective of a device."""
+
+    name: str
+    # `compute`, `copy`, or the kind of a collective.
+    kind: str
+    direction: Direction
+    seconds: float
+    axes: tuple[str, ...] = ()
+    bytes: float = 0.0
+    flops: float = 0.0
+    # True for parameters, which move in parallel with the compute.
+    overlapped: bool = False
+    # True for a task of one micro-batch of the step only.
+    once: bool = False
+    # Time of the host to launch it.
+    host_seconds: float = 0.0
+    # True for the gradient of a weight, where the schedule of a pipeline puts it off.
+    is_late: bool = False
+    # True for the reduction of a parameter that other stages of a pipeline have gradients of.
+    is_tied: bool = False
+
+    @property
+    def sends(self) -> bool:
+        return self.kind not in ("compute", "copy")
+
+
+@dataclass
+class TaskBuilder(ParameterPasses):
+    """Tasks of one graph on one mesh of one cluster; the work of equal ops is computed once."""
+
+    graph: NamedGraph
+    cluster: Cluster
+    axes: SubMesh
+    links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    compiled: bool = False
+    precision: Precision = OWN
+    works: dict[Any, OpWork] = field(default_factory=dict)
+    numels: dict[tuple[str, Sharding], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.device = self.cluster.device
+        # A compiled module launches its kernels from generated code, without the overhead of Python.
+        self.launch = self.device.launch_seconds if self.compiled else self.device.host_seconds
+        self.on_mesh(self.axes)
+
+    def on_mesh(self, mesh: SubMesh) -> None:
+        """Set the mesh whose links carry the collectives: one stage of a pipeline has a part of its axes."""
+        self.reshard_costs = ReshardCosts(Network(self.cluster, mesh, self.links), self.launch)
+
+    # -- ops
+
+    def work(self, node: NamedNode, op_assignment: OpAssignment) -> OpWork:
+        """Return the work of an op under an assignment."""
+        footprint = self.graph.footprints[node.node]
+        is_float8 = in_float8(node, self.graph.tensors, self.precision)
+        key = id(footprint), node.op, op_assignment.choice, op_assignment.operands, op_assignment.produced, is_float8
+        found = self.works.get(key)
+        if found is None:
+            found = self.works[key] = op_work(
+                self.graph, node, op_assignment, footprint, self.axes, self.device, self.precision
+            )
+        return found
+
+    def op(self, name: str, direction: Direction, work: DirectionWork) -> Iterator[Task]:
+        if work is not NO_WORK and work.seconds:
+            host = work.launches * self.launch
+            yield Task(name, "compute", direction, work.seconds, bytes=work.bytes, flops=work.flops, host_seconds=host)
+
+    def memory_op(self, name: str, direction: Direction, size: float, rate: float | None = None) -> Task:
+        """Return an op that reads and writes `size` bytes and computes nothing."""
+        seconds = seconds_of_bytes(size, self.device, rate)
+        return Task(name, "compute", direction, seconds, bytes=size, host_seconds=self.launch if size else 0.0)
+
+    def gradient_sum(self, name: str, sharding: Sharding) -> Task:
+        """Return the addition of a value's gradient to that of another use."""
+        return self.memory_op(f"{name} +=", "backward", 3.0 * local_bytes(self.graph, name, sharding, self.axes))
+
+    def gradient_accumulation(self, name: str, sharding: Sharding) -> Task:
+        """Return the addition of a parameter's gradient to that of earlier micro-batches."""
+        dtype = self.graph.tensors[name].dtype
+        added = sum_dtype(dtype).itemsize
+        return self.memory_op(f"{name}.grad +=", "backward", self._numel(name, sharding) * (dtype.itemsize + 2 * added))
+
+    # -- communication
+
+    def reshard(self, one: InsertedReshard, way: str, direction: Direction | None = None) -> Iterator[Task]:
+        """Yield the steps of a value's reshard, forward or backward; ops wait for all of them."""
+        if way == "backward" and not one.differentiable:
+            return
+        shown: Direction = direction or ("forward" if way == "forward" else "backward")
+        chosen = one.reshard.forward if way == "forward" else one.reshard.backward
+        sizes = [StepSize.of(step, one.reshard.atoms, one.reshard.axes) for step in chosen]
+        share = self.share(one.tensor) if way == "forward" else 1.0
+        for cost in self.reshard_costs.value_steps(sizes, one.itemsize, share):
+            kind = "copy" if cost.step.local else cost.step.kind
+            host = cost.host_seconds
+            yield Task(one.tensor, kind, shown, cost.seconds, cost.step.axes, cost.bytes, host_seconds=host)
+
+    def message(
+        self, one: InsertedReshard, way: str, work: OpWork, direction: Direction | None = None
+    ) -> Iterator[Task]:
+        """Yield a message inside an op; of one that runs beside the op's work, the time that is exposed."""
+        if not one.beside:
+            yield from self.reshard(one, way, direction)
+            return
+        shown: Direction = direction or ("forward" if way == "forward" else "backward")
+        own = work.forward if way == "forward" else work.backward
+        for sent in ring_traffic(one, way, own.seconds, self.reshard_costs, OverlapCost.of(self.cluster)):
+            yield Task(
+                one.tensor, sent.kind, shown, sent.seconds, sent.axes, sent.bytes, host_seconds=sent.host_seconds
+            )
+
+    def share(self, tensor: str) -> float:
+        """Return a tensor's share of a collective that adds up several small tensors; 1 for all others."""
+        return self.graph.shares.get(tensor, 1.0)
+
+    def bucket(self, members: Sequence[InsertedReshard], way: Literal["forward", "backward"]) -> Iterator[Task]:
+        """Yield the overlapped steps of parameters in one bucket, each step for all members at once."""
+        first = members[0]
+        if way == "backward" and not first.differentiable:
+            return
+        chains = [one.reshard.forward if way == "forward" else one.reshard.backward for one in members]
+        name = first.tensor if len(members) == 1 else f"{first.tensor} and {len(members) - 1} more"
+        for steps in zip(*chains, strict=True):
+            step = StepSize.of(steps[0], first.reshard.atoms, first.reshard.axes)
+            pairs = zip(members, steps, strict=True)
+            size = float(sum(s.numel * one.itemsize_in(way, self.graph, self.precision) for one, s in pairs))
+            cost = self.reshard_costs.bucket_step(step, size)
+            kind = "copy" if step.local else step.kind
+            yield Task(name, kind, way, cost.seconds, step.axes, size, 0.0, True, False, cost.host_seconds)
