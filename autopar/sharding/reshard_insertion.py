@@ -24,6 +24,7 @@ from autopar.sharding.sharding import (
     MICRO,
     Atoms,
     Sharding,
+    State,
     atoms_of,
     place_in_time,
     routing_excess,
@@ -201,6 +202,7 @@ class _ReshardInserter:
         self.scalars_alone = outputs == "loss"
         self.local_inputs = local_inputs
         self.mesh = without_time(assignment.axes)
+        self.rows = _axes_of_rows(graph, assignment) if MICRO in assignment.axes else ()
         self.shardings: dict[str, Sharding] = {}
         self.converted: set[tuple[str, Sharding]] = set()
         self.found: dict[tuple[Atoms, Sharding, Sharding], Reshard] = {}
@@ -241,7 +243,7 @@ class _ReshardInserter:
             assert produced is not None, node.name
             assert wanted is not None, node.name
             if produced != wanted:
-                after.append(self._convert(name, produced, wanted, node.name))
+                after += self._in_steps(name, produced, wanted, node.name)
             self.shardings[name] = wanted
         return OpReshards(operands, tuple(before), split, _messages(split), tuple(after))
 
@@ -261,9 +263,17 @@ class _ReshardInserter:
         if wanted is None or wanted == have:
             return have
         if (name, wanted) not in self.converted:
-            self.converted.add((name, wanted))
-            made.append(self._convert(name, have, wanted, op))
+            made += self._in_steps(name, have, wanted, op)
         return wanted
+
+    def _in_steps(self, name: str, have: Sharding, wanted: Sharding, op: str) -> Iterator[InsertedReshard]:
+        """Yield a reshard; into the micro-batches and out of them by the sharding in which all values go."""
+        between = _at_the_edge(have, wanted, self.rows)
+        if between is not None and (name, between) not in self.converted:
+            self.converted.add((name, between))
+            yield self._convert(name, have, between, op)
+        self.converted.add((name, wanted))
+        yield self._convert(name, have if between is None else between, wanted, op)
 
     def _convert(self, name: str, have: Sharding, wanted: Sharding, op: str) -> InsertedReshard:
         tensor = self.graph.tensors[name]
@@ -276,6 +286,54 @@ class _ReshardInserter:
             found = self.found[key] = reshard(*key, self.assignment.axes if in_time is None else self.mesh)
         size = tensor.element_bytes * routing_excess(key[0].roles, have, wanted)
         return InsertedReshard(name, op, found, size, tensor.requires_grad, in_time)
+
+
+def _edge(have: Sharding, wanted: Sharding) -> Sharding | None:
+    """Return the sharding within the micro-batches, where one of two is in them and one is outside."""
+    ends = [one for one in (have, wanted) if one.state(MICRO) is State.SPLIT]
+    return ends[0] if len(ends) == 1 else None
+
+
+def _at_the_edge(have: Sharding, wanted: Sharding, rows: tuple[str, ...]) -> Sharding | None:
+    """Return the sharding in which a value enters or leaves the micro-batches; None if it does so by itself.
+
+    A micro-batch has a part of the rows of each rank, not neighbouring rows of the batch. So its rows are the same in
+    all values only if all of them are split alike where they enter.
+    """
+    inside = _edge(have, wanted)
+    atom = None if inside is None else inside.atom(MICRO)
+    if inside is None or atom is None or inside.splits[atom] == (MICRO, *rows):
+        return None
+    splits = list(inside.without(rows).splits)
+    splits[atom] = (MICRO, *rows)
+    return replace(inside.without(rows), splits=tuple(splits))
+
+
+def _axes_of_rows(graph: NamedGraph, assignment: Assignment) -> tuple[str, ...]:
+    """Return the axes that split the batch where values enter the micro-batches or leave them; the most of any."""
+    found: list[tuple[str, ...]] = []
+
+    def note(have: Sharding, wanted: Sharding) -> None:
+        inside = _edge(have, wanted)
+        atom = None if inside is None else inside.atom(MICRO)
+        if inside is not None and atom is not None:
+            outside = have if inside is wanted else wanted
+            found.extend((inside.splits[atom][1:], outside.splits[atom]))
+
+    now = dict(assignment.stored)
+    for node in graph.nodes:
+        op = assignment.ops[node.name]
+        for name, wanted in zip(node.operands, op.operands, strict=True):
+            if name is not None and wanted is not None:
+                note(now[name], wanted)
+        for name, produced, kept in zip(node.outputs, op.produced, op.results, strict=True):
+            if name is not None and produced is not None and kept is not None:
+                note(produced, kept)
+                now[name] = kept
+    for name in graph.results:
+        if name is not None:
+            note(now[name], now[name].without([MICRO]))
+    return max(found, key=len, default=())
 
 
 def _messages(split: LoweredOpContext | None) -> tuple[InsertedReshard, ...]:

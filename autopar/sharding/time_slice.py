@@ -198,15 +198,13 @@ def gathered_once(assignment: Assignment) -> Assignment:
     """Return the assignment with the gather policies by which a call with micro-batches runs.
 
     A parameter is gathered before all micro-batches and its gradient is reduced after them. One with `regather` is
-    gathered, twice, and reduced in each of them.
+    gathered, twice, and reduced in each of them, unless it is whole and needs no gather.
     """
+    gathered = {name for name, one in assignment.stored.items() if one.splits != assignment.values[name].splits}
+    again = {name for name, policy in assignment.gather_policies.items() if policy.regather and name in gathered}
     policies = {
-        name: GatherPolicy(
-            not policy.regather and assignment.stored[name].splits != assignment.values[name].splits,
-            not policy.regather or assignment.stored[name].splits == assignment.values[name].splits,
-            policy.regather,
-        )
-        for name, policy in assignment.gather_policies.items()
+        name: GatherPolicy(name in gathered - again, name not in again, name in again)
+        for name in assignment.gather_policies
     }
     return replace(assignment, gather_policies=policies)
 

@@ -68,6 +68,55 @@ def test_gradients_are_those_of_the_whole_batch(layout: str, mesh: str, ranks: i
         assert counts == [int(layout[6])]
 
 
+class Labelled(nn.Module):
+    """Logits and their loss; both read the batch, and may read it in different splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(torch.tanh(self.table(ids)))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def rows(layout: str, mesh: str, local: bool) -> tuple[float, float, float]:
+    """Errors of the loss, of the logits and of the gradients."""
+    torch.manual_seed(0)
+    model = Labelled().double()
+    given = {name: torch.randint(12, (8, 3)) for name in ("ids", "labels")}
+    dims = dict.fromkeys(given, "batch seq") | {"table.weight": "vocab d", "head.weight": "vocab d"}
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mine = {name: x.chunk(ranks)[rank] for name, x in given.items()} if local else given
+    parallel = autopar.parallelize(model, mesh, mine, layout=layout, dims=dims, local_inputs=local, outputs="full")
+    loss, logits = parallel(**mine)
+    expected, expected_logits = model(**given)
+    loss.backward()
+    expected.backward()
+    errors = (loss - expected, logits - expected_logits)
+    return (*(float(one.detach().abs().max()) for one in errors), worst(gradients(parallel), gradients(model)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "local"),
+    [
+        ("micro 2; batch -> a; vocab -> a | none !50", "a=2", False),
+        pytest.param("micro 2; batch -> a; vocab -> a | none !50", "a=2", True, marks=pytest.mark.slow),
+        pytest.param("micro 4; vocab -> a; batch -> a | none !50", "a=2", False, marks=pytest.mark.slow),
+        pytest.param("micro 2; batch -> a*b; vocab -> b | none !50", "a=2,b=2", False, marks=pytest.mark.slow),
+        pytest.param("micro 2; batch -> a*b; vocab -> b | none !50", "a=2,b=2", True, marks=pytest.mark.slow),
+        pytest.param("micro 2; batch -> b*a; vocab -> b | none !50", "a=2,b=2", False, marks=pytest.mark.slow),
+        pytest.param("micro 2; input { * -> none }; batch -> a; * -> none", "a=2", False, marks=pytest.mark.slow),
+        pytest.param("micro 2; batch -> a; act { batch -> b }; * -> none", "a=2,b=2", False, marks=pytest.mark.slow),
+    ],
+)
+def test_all_values_have_the_same_rows_in_a_micro_batch(layout: str, mesh: str, local: bool) -> None:
+    """The table and the head may be split by the vocabulary: then they read the rows of all ranks, the loss its own."""
+    for errors in launch(rows, layout, mesh, local, ranks=2 if mesh == "a=2" else 4):
+        assert max(errors) < 1e-12, errors
+
+
 # -- other models -----------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +291,13 @@ def features() -> dict[str, float]:
     for _ in range(2):
         model(**inputs).backward()
     found["no_sync"] = worst(gradients(parallel), gradients(model))
+    model, parallel, inputs = pair("micro 4; batch -> dp; * -> none; regather @*", "dp=2")
+    with parallel.no_sync():
+        (parallel(**inputs) * 2).backward()
+    (parallel(**inputs) * 3).backward()
+    (model(**inputs) * 5).backward()
+    found["no_sync of whole weights"] = worst(gradients(parallel), gradients(model))
+    model, parallel, inputs = pair("micro 2; fsdp", "dp=2")
     loss, expected = parallel(**inputs), model(**inputs)
     for one in (loss, expected):
         one.backward(retain_graph=True)

@@ -134,6 +134,12 @@ def loop_micro_batches(
     return _Looping(graph, modules, count, regathered, finish, stages).run()
 
 
+def _gathers(module: ReshardModule) -> bool:
+    """Return whether a parameter is used in other splits than it is stored; a whole one has no copy to free."""
+    reshard = module.conversion.reshard
+    return reshard.source.splits != reshard.target.splits
+
+
 class _Looping:
     def __init__(
         self,
@@ -193,7 +199,7 @@ class _Looping:
         starts = (
             isinstance(module, MicroBatchSlice | MicroBatchZeros)
             or (isinstance(module, RandomOp) and module.varies)
-            or (isinstance(module, ReshardModule) and sources[0].name in self.regathered)
+            or (isinstance(module, ReshardModule) and sources[0].name in self.regathered and _gathers(module))
         )
         if node.op != "output" and (starts or any(one in self.varying for one in sources)):
             self.varying.add(node)
