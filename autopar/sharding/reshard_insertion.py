@@ -28,6 +28,7 @@ from autopar.sharding.sharding import (
     atoms_of,
     place_in_time,
     routing_excess,
+    splits_evenly,
     without_time,
 )
 
@@ -310,30 +311,37 @@ def _at_the_edge(have: Sharding, wanted: Sharding, rows: tuple[str, ...]) -> Sha
 
 
 def _axes_of_rows(graph: NamedGraph, assignment: Assignment) -> tuple[str, ...]:
-    """Return the axes that split the batch where values enter the micro-batches or leave them; the most of any."""
-    found: list[tuple[str, ...]] = []
+    """Return the axes that split the batch where values enter the micro-batches or leave them.
 
-    def note(have: Sharding, wanted: Sharding) -> None:
+    They are the most of any value that split all of them evenly.
+    """
+    found: set[tuple[str, ...]] = set()
+    batches: set[tuple[int, bool]] = set()
+
+    def note(name: str, have: Sharding, wanted: Sharding) -> None:
         inside = _edge(have, wanted)
         atom = None if inside is None else inside.atom(MICRO)
         if inside is not None and atom is not None:
-            outside = have if inside is wanted else wanted
-            found.extend((inside.splits[atom][1:], outside.splits[atom]))
+            outside, atoms = have if inside is wanted else wanted, atoms_of(graph.tensors[name])
+            found.update((inside.splits[atom][1:], outside.splits[atom]))
+            batches.add((atoms.sizes[atom], atom in atoms.by_share))
 
     now = dict(assignment.stored)
     for node in graph.nodes:
         op = assignment.ops[node.name]
         for name, wanted in zip(node.operands, op.operands, strict=True):
             if name is not None and wanted is not None:
-                note(now[name], wanted)
+                note(name, now[name], wanted)
         for name, produced, kept in zip(node.outputs, op.produced, op.results, strict=True):
             if name is not None and produced is not None and kept is not None:
-                note(produced, kept)
+                note(name, produced, kept)
                 now[name] = kept
     for name in graph.results:
         if name is not None:
-            note(now[name], now[name].without([MICRO]))
-    return max(found, key=len, default=())
+            note(name, now[name], now[name].without([MICRO]))
+    axes = assignment.axes
+    even = [one for one in found if all(splits_evenly(size // axes[MICRO], one, axes, by) for size, by in batches)]
+    return max(sorted(even), key=len, default=())
 
 
 def _messages(split: LoweredOpContext | None) -> tuple[InsertedReshard, ...]:

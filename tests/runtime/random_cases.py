@@ -120,6 +120,9 @@ def drawn(case: int, graph: NamedGraph) -> Drawn:
     text = random_text(draw, graph, axes)
     if draw.random() < 0.15:
         text += "; regather @*"
+    batches = sorted({atom.names[0] for name in graph.inputs for atom in graph.tensors[name].atoms if atom.names})
+    if batches and draw.random() < 0.3:
+        text = f"micro 2 of {draw.choice(batches)}; {text}"
     return Drawn(f"{text} on {dict(axes)}", axes, text, lambda graph: propagate(graph, parse_layout(text), axes))
 
 

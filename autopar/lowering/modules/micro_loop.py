@@ -80,8 +80,10 @@ class LoopResult:
             return gradient
         length = self.sizes[self.atom]
         rest = math.prod(size for atom, size in enumerate(self.sizes) if atom != self.atom)
+        if not rest:
+            return gradient.reshape(self.sizes)  # a rank without rows of another dim
         sizes = list(self.sizes)
-        sizes[self.atom] = gradient.numel() // max(rest, 1)
+        sizes[self.atom] = gradient.numel() // rest
         return gradient.reshape(sizes).narrow(self.atom, number * length, length)
 
 
