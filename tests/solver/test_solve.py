@@ -324,3 +324,13 @@ def test_without_time_and_without_experts_that_may_be_taken_a_plan_is_found(grap
     assert found.costs.memory.peak_bytes <= least
     said = parse_layout("batch -> ?; forbid all_gather(act) over dp")
     assert solve_plan(graph, AXES, CLUSTER, layout=said, time_limit=1e-3).plan.assignment.axes == AXES
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8, gathers=fp8"])
+def test_weights_that_are_gathered_again_have_a_price_in_any_dtype(precision: str) -> None:
+    """Under a limit the search may gather them in the backward once more."""
+    model, inputs = gpt(layers=4, d_model=1024, heads=8, vocab=4096, seq=512, batch=16, device="meta")
+    plan = autopar.plan(model, "dp=4", inputs, precision=precision, cluster="h100", memory=0.9e9, cache=False)
+    assert plan.memory_bytes <= 0.9e9
+    assert plan.gap is not None
+    assert plan.gap >= 0.0

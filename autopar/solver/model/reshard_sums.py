@@ -174,9 +174,9 @@ class ReshardSums:
             sums[Sum.BACKWARD_EACH] += forward[0]
             sums[Sum.HOST] += forward[1]
         if in_float8:
-            numels = (self.gib(cut, one) * 2**30 / cut.itemsize for one in (held.layout, want))
+            size = coding_bytes(*(self.gib(cut, one) * 2**30 / cut.itemsize for one in (held.layout, want)))
             for room, once in ((Sum.FORWARD_ROOM, held.lasting), (Sum.BACKWARD_ROOM, False))[: 1 + again]:
-                for key, value in self.cast_sums(coding_bytes(*numels), room, once, CODING_LAUNCHES).items():
+                for key, value in self.cast_sums(size, room, once, CODING_LAUNCHES).items():
                     sums[key] += value
 
     def _moved(self, cut: TensorCut, stored: Sharding, want: Sharding, gathered: Joinable) -> _BucketShare:
