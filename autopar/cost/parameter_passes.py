@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.cost.compute.op_time import local_bytes
+from autopar.cost.compute.op_time import CAST_BYTES, FLOAT8_LAUNCHES, local_bytes
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import Precision
@@ -15,9 +15,8 @@ from autopar.sharding.sharding import Sharding
 
 __all__ = ["CODING_LAUNCHES", "ParameterPasses", "coding_bytes"]
 
-
-# Kernels that code a shard in float8 and decode what arrives.
-CODING_LAUNCHES = 13
+# Kernels that cast a shard to float8, and decode what arrives.
+CODING_LAUNCHES = FLOAT8_LAUNCHES + 3
 
 
 class ParameterPasses:
@@ -88,8 +87,8 @@ class ParameterPasses:
 
 def coding_bytes(stored: float, used: float) -> float:
     """Return the bytes read and written to gather so many elements of a shard in float8, as so many elements."""
-    # The largest number is read, the scaled shard written, cast and copied; what arrives is cast and scaled back.
-    return stored * (2 + (2 + 2) + (2 + 1) + (1 + 1)) + used * ((1 + 2) + (2 + 2))
+    # What arrives is cast and scaled back.
+    return stored * CAST_BYTES + used * ((1 + 2) + (2 + 2))
 
 
 def _cast_bytes(numel: float, source: torch.dtype, target: torch.dtype) -> float:

@@ -23,6 +23,7 @@ from autopar.runtime.module_shell import ClosedModule, ModuleShell, canonical_na
 from autopar.runtime.shards import LocalShard, check_full, initialise, load_full, placed, split, stored_in
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.parameter_storage import GatherPolicy
+from autopar.sharding.reshard_insertion import gathered_in_float8
 from autopar.tracing.skeleton import hollow, match_dtypes
 
 __all__ = ["Weights"]
@@ -114,7 +115,7 @@ class Weights:
     def handling(self, graph: NamedGraph, assignment: Assignment) -> dict[str, ParameterHandling]:
         """Return how the parameters of a graph are stored, used and reduced."""
         found = {}
-        narrow = graph.float8_weights if self.precision.gathers else ()
+        narrow = gathered_in_float8(graph, self.precision)
         for tensor in graph.parameters:
             stored = self.dtypes[tensor.name]
             policy = assignment.gather_policies.get(tensor.name, GatherPolicy(False, False, False))

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.reshard.reshard import LOCAL, Step, StepKind
-from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
+from autopar.sharding.reshard.reshard import Step, StepKind, goes_in_bucket
+from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan, gathered_in_float8
 from autopar.sharding.sharding import Sharding
 
 # Bytes of a full bucket: the default of DistributedDataParallel, at which launching a collective costs little.
@@ -27,8 +27,6 @@ LEAST_BYTES = 4 * 2**20
 TINY_BYTES = 64 * 2**10
 # Least number of buckets of one kind, so that most gradients overlap the backward.
 BUCKETS = 4
-
-_BUCKETED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
 
 
 class BucketedReshards(Protocol):
@@ -102,7 +100,7 @@ def buckets_of(graph: NamedGraph, plan: StepPlan, reshard_plan: ReshardPlan) -> 
             block = re.match(r"(.*?\.\d+)\.", tensor.name)
             size = max(prod(shape_of(one, step.before)) for way in ways_of(one) for step in way) * one.itemsize
             handled = tuple(tensor.name in names for names in (plan.keep_gathered, plan.defer_reduction, plan.regather))
-            narrow = bool(plan.options.precision.gathers) and tensor.name in graph.float8_weights
+            narrow = tensor.name in gathered_in_float8(graph, plan.options.precision)
             # One flat buffer has one dtype, runs the same steps, and is freed and reduced at once.
             kind = steps, tensor.dtype, handled, narrow, tensor.requires_grad, tensor.frozen
             members.append(_Member(one, kind, block[1] if block else "", round(size)))
@@ -138,12 +136,6 @@ def copied(step: Step, one: InsertedReshard) -> float:
         return 0.0
     leading = shape_of(one, step.before)[: step.atom]
     return 0.0 if all(size == 1 for size in leading) else float(prod(shape_of(one, step.before)) * one.itemsize)
-
-
-def goes_in_bucket(forward: tuple[StepKind, ...], backward: tuple[StepKind, ...]) -> bool:
-    """Return whether reshards of these steps can share a bucket."""
-    ways = [kinds for kinds in (forward, backward) if not LOCAL.issuperset(kinds)]
-    return bool(ways) and all(_BUCKETED.issuperset(kinds) for kinds in ways)
 
 
 def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[Member]]:

@@ -19,12 +19,11 @@ from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.level_sums import LevelPhase, LevelSum
 from autopar.sharding.lowered_ops import LoweredOpContext, OpMessage, lowered_context
 from autopar.sharding.options import Outputs
-from autopar.sharding.reshard.reshard import Reshard, Step, StepKind, reshard
+from autopar.sharding.reshard.reshard import Reshard, Step, StepKind, goes_in_bucket, reshard
 from autopar.sharding.sharding import (
     MICRO,
     Atoms,
     Sharding,
-    State,
     atoms_of,
     place_in_time,
     routing_excess,
@@ -75,6 +74,11 @@ def step_collectives(
                 phases = next((list(way.phases(sizes)) for way in found), phases)
             for kind, axes, share in phases:
                 yield StepCollective(kind, axes, direction, one.tensor, one.op, ceil(size * share))
+
+
+def gathered_in_float8(graph: NamedGraph, precision: Precision) -> frozenset[str]:
+    """Return the parameters that are gathered in float8."""
+    return graph.float8_weights if precision.gathers else frozenset()
 
 
 @dataclass(frozen=True)
@@ -140,11 +144,11 @@ class InsertedReshard:
 
     def gathers_in_float8(self, graph: NamedGraph, precision: Precision) -> bool:
         """Return whether a parameter is gathered in float8."""
-        if not precision.gathers or self.tensor not in graph.float8_weights:
+        if self.tensor not in gathered_in_float8(graph, precision):
             return False
-        # Others are in no bucket.
-        kinds, back = ({step.kind for step in way if not step.local} for way in (self.reshard.forward, self._backward))
-        return kinds == {StepKind.ALL_GATHER} and back <= {*kinds, StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER}
+        # What is in no bucket is gathered as it is used.
+        kinds, others = (tuple(step.kind for step in way) for way in (self.reshard.forward, self._backward))
+        return StepKind.ALL_GATHER in kinds and goes_in_bucket(kinds, others)
 
 
 @dataclass(frozen=True)
@@ -289,10 +293,15 @@ class _ReshardInserter:
         return InsertedReshard(name, op, found, size, tensor.requires_grad, in_time)
 
 
-def _edge(have: Sharding, wanted: Sharding) -> Sharding | None:
-    """Return the sharding within the micro-batches, where one of two is in them and one is outside."""
-    ends = [one for one in (have, wanted) if one.state(MICRO) is State.SPLIT]
-    return ends[0] if len(ends) == 1 else None
+def _edge(have: Sharding, wanted: Sharding) -> tuple[Sharding, Sharding, int] | None:
+    """Return the sharding within the micro-batches, that outside of them, and the split atom; None for no such pair."""
+    ends = have.atom(MICRO), wanted.atom(MICRO)
+    match ends:
+        case int(atom), None:
+            return have, wanted, atom
+        case None, int(atom):
+            return wanted, have, atom
+    return None
 
 
 def _at_the_edge(have: Sharding, wanted: Sharding, rows: tuple[str, ...]) -> Sharding | None:
@@ -301,13 +310,14 @@ def _at_the_edge(have: Sharding, wanted: Sharding, rows: tuple[str, ...]) -> Sha
     A micro-batch has a part of the rows of each rank, not neighbouring rows of the batch. So its rows are the same in
     all values only if all of them are split alike where they enter.
     """
-    inside = _edge(have, wanted)
-    atom = None if inside is None else inside.atom(MICRO)
-    if inside is None or atom is None or inside.splits[atom] == (MICRO, *rows):
+    edge = _edge(have, wanted)
+    if edge is None:
         return None
-    splits = list(inside.without(rows).splits)
-    splits[atom] = (MICRO, *rows)
-    return replace(inside.without(rows), splits=tuple(splits))
+    inside, _, atom = edge
+    if inside.splits[atom] == (MICRO, *rows):
+        return None
+    bare = inside.without(rows)
+    return replace(bare, splits=(*bare.splits[:atom], (MICRO, *rows), *bare.splits[atom + 1 :]))
 
 
 def _axes_of_rows(graph: NamedGraph, assignment: Assignment) -> tuple[str, ...]:
@@ -319,10 +329,10 @@ def _axes_of_rows(graph: NamedGraph, assignment: Assignment) -> tuple[str, ...]:
     batches: set[tuple[int, bool]] = set()
 
     def note(name: str, have: Sharding, wanted: Sharding) -> None:
-        inside = _edge(have, wanted)
-        atom = None if inside is None else inside.atom(MICRO)
-        if inside is not None and atom is not None:
-            outside, atoms = have if inside is wanted else wanted, atoms_of(graph.tensors[name])
+        edge = _edge(have, wanted)
+        if edge is not None:
+            inside, outside, atom = edge
+            atoms = atoms_of(graph.tensors[name])
             found.update((inside.splits[atom][1:], outside.splits[atom]))
             batches.add((atoms.sizes[atom], atom in atoms.by_share))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from autopar.lowering.modules.float8 import E4M3, scaled
 from autopar.lowering.modules.float8_groups import float8_grouped, grouped_kernel, in_multiples, summing_kernel
+from tests.lowering.test_float8 import reference
 
 COUNTS = [5, 0, 17, 10]
 WIDTH, HIDDEN = 32, 48
@@ -20,18 +21,6 @@ def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gradient = torch.randn(sum(COUNTS), HIDDEN) * 1e-4
     found = (rows.bfloat16(), matrices.bfloat16(), bias.bfloat16(), gradient.bfloat16())
     return found
-
-
-def reference(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b` as `torch._scaled_mm` multiplies it, with a scale for each row of `a` and each column of `b`."""
-    largest = a.abs().amax(1, keepdim=True), b.abs().amax(0, keepdim=True)
-    scales = [2.0 ** torch.floor(torch.log2(torch.finfo(E4M3).max / one.double())).float() for one in largest]
-    left, right = ((one.float() * scale).to(E4M3) for one, scale in zip((a, b), scales, strict=True))
-    right = right.t().contiguous().t()
-    inverses = [1 / scale for scale in scales]
-    return torch._scaled_mm(
-        left.contiguous(), right, scale_a=inverses[0], scale_b=inverses[1], out_dtype=torch.bfloat16
-    )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -51,10 +40,13 @@ def test_results_and_gradients_are_those_of_torch(transposed: bool) -> None:
             if not COUNTS[group]:
                 assert not of_matrix.any()
                 continue
-            expected = reference(x, matrices[group]) + bias[group], reference(above, matrices[group].t())
+            expected = (
+                reference(x, matrices[group], E4M3, rows=True) + bias[group],
+                reference(above, matrices[group].t(), E4M3, rows=True),
+            )
             for one, other in zip((made[own], rows.grad[own]), expected, strict=True):  # type: ignore[index]
                 torch.testing.assert_close(one, other, rtol=2**-7, atol=0.0)
-            torch.testing.assert_close(of_matrix, reference(x.t(), above), rtol=2**-7, atol=1e-9)
+            torch.testing.assert_close(of_matrix, reference(x.t(), above, E4M3, rows=True), rtol=2**-7, atol=1e-9)
             torch.testing.assert_close(bias.grad[group], above.sum(0), rtol=2**-6, atol=1e-6)  # type: ignore[index]
     assert matrices.grad is not None
     assert matrices.grad.stride() == matrices.stride()

@@ -147,7 +147,7 @@ def run(case: int) -> Outcome:
         return Outcome(case, "refused", _reason(error), what)
     except AssertionError as error:
         return Outcome(case, "wrong", str(error).strip()[:600] or "an assertion", what)
-    except Exception as error:  # noqa: BLE001  # it is what is looked for
+    except Exception as error:  # noqa: BLE001  # whatever the library raises but refusals: a case is to find it
         return Outcome(case, "error", f"{type(error).__name__}: {str(error).strip()[:600]}", what)
     return Outcome(case, "right" if off < traced.tolerance else "wrong", f"off by {off:.1e}", what)
 

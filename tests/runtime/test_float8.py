@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.lowering.collectives.process_groups import device_mesh
 from autopar.lowering.modules.float8 import FLOAT8_LINEAR, float8_linear
+from autopar.mesh import Mesh
 from tests.runtime.launcher import launch
-from tests.runtime.sent import Counted
+from tests.runtime.sent import Counted, Recorder
 from tests.runtime.training import gradients
 
 WIDTH, HIDDEN = 32, 64
@@ -122,22 +122,9 @@ def gathered(precision: str) -> tuple[int, int, float]:
     x = torch.randn(32, WIDTH)
     parallel = autopar.parallelize(Mlp(), "fsdp=2", (x,), layout="fsdp", precision=precision, outputs="full")
     listed = [one.bytes for one in parallel.collectives() if one.kind == "all_gather"]
-    with GatheredBytes() as seen:
+    with Recorder(device_mesh(Mesh("fsdp=2"))) as seen:
         loss = parallel(x)
-    return sum(listed), seen.bytes, float(loss.detach())
-
-
-class GatheredBytes(TorchDispatchMode):
-    """Bytes of the gathered buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "all_gather" in func._schema.name:
-            self.bytes += sum(one.nbytes for one in (args[0] if isinstance(args[0], list) else [args[0]]))
-        return func(*args, **(kwargs or {}))
+    return sum(listed), sum(one.bytes for one in seen.sent if one.kind == "all_gather"), float(loss.detach())
 
 
 def test_a_gather_in_float8_sends_half() -> None:
@@ -145,5 +132,5 @@ def test_a_gather_in_float8_sends_half() -> None:
     for precision, itemsize in (("fp8", 2), ("fp8, gathers=fp8", 1)):
         for listed, sent, _ in launch(gathered, precision, ranks=2):
             assert listed == itemsize * weights + 2 * biases, "those of the gathered buffers"
-            scales = 4 * 4 if itemsize == 1 else 0
-            assert sent == listed // 2 + scales, "of each rank's shards"
+            scales = 2 * 4 * 4 if itemsize == 1 else 0
+            assert sent == listed + scales, "of each rank's shards"

@@ -19,11 +19,11 @@ from autopar.lowering.modules.bucket_ends import BucketEnd
 from autopar.lowering.passes.join_small_sums import JoinedSums
 from autopar.mesh import Mesh
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.buckets import buckets_of, goes_in_bucket, ways_of
+from autopar.sharding.buckets import buckets_of, ways_of
 from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.options import Outputs
 from autopar.sharding.propagation import propagate
-from autopar.sharding.reshard.reshard import Reshard
+from autopar.sharding.reshard.reshard import Reshard, goes_in_bucket
 from autopar.sharding.reshard_insertion import insert_reshards, inserted_reshards
 from autopar.tracing.trace import trace
 from examples.gpt import gpt

@@ -47,6 +47,8 @@ from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_exces
 
 # Kernels that cast one operand to float8: its largest number, the scale, the scaled tensor, the cast, the layout.
 FLOAT8_LAUNCHES = 10
+# Bytes of an element meanwhile: the largest number is read, the scaled tensor written, cast, and laid out anew.
+CAST_BYTES = 2 + (2 + 2) + (2 + 1) + (1 + 1)
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,7 @@ def local_bytes(graph: NamedGraph, name: str, layout: Sharding, axes: SubMesh) -
 
 def cast_work(elements: float, device: Device) -> DirectionWork:
     """Return the work of casting a tensor in bfloat16 to float8."""
-    # The largest number is read, the scaled tensor written and cast, and laid out by rows or columns.
-    count = elements * (2 + (2 + 2) + (2 + 1) + (1 + 1))
+    count = elements * CAST_BYTES
     seconds = seconds_of_bytes(count, device) + 3 * device.launch_seconds
     return DirectionWork(0.0, count, seconds, launches=FLOAT8_LAUNCHES)
 

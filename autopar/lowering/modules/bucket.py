@@ -116,11 +116,10 @@ class BucketCollectives:
         """Return the resharded tensors, unpacked from pieces that have arrived."""
         if not self.forward:
             return list(pieces)
-        last = [one.forward[-1] for one in self.conversions]
         if self.handling.in_float8:
-            pieces = _decoded(last, pieces, self.handling.used)
-        triples = zip(self.conversions, last, pieces, strict=True)
-        return [finish(move, piece).reshape(one.result_shape) for one, move, piece in triples]
+            pieces = _decoded(self.forward[-1], pieces, self.handling.used)
+        pairs = zip(self.conversions, pieces, strict=True)
+        return [finish(one.forward[-1], piece).reshape(one.result_shape) for one, piece in pairs]
 
 
 def _sending(ways: Sequence[tuple[LocalStep, ...]]) -> tuple[tuple[LocalStep, ...], ...]:

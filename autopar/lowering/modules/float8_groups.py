@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.lowering.modules.float8 import E4M3, MULTIPLE, scale_of, scaled
-from autopar.rules.shard_call.sparse_rows import multiply_groups, sum_groups
+from autopar.rules.shard_call.sparse_rows import ends_of, multiply_groups, sum_groups, with_bias
 
 __all__ = ["float8_grouped"]
 
@@ -32,10 +32,7 @@ def float8_grouped(rows: Tensor, matrices: Tensor, bias: Tensor | None, counts: 
     if counts is None:
         groups = matrices.shape[0]
         counts = torch.full((groups,), rows.shape[0] // groups, dtype=torch.int64, device=rows.device)
-    found: Tensor = torch.ops.autopar.float8_groups.default(rows, matrices, counts)
-    if bias is None:
-        return found
-    return found + bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
+    return with_bias(torch.ops.autopar.float8_groups.default(rows, matrices, counts), bias, counts)
 
 
 def _multiply(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
@@ -86,15 +83,14 @@ def grouped_kernel(left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor],
     """Return rows times the matrices of their groups."""
     # The kernel reads the right operand by columns.
     right = right if right.stride(1) == 1 else right.transpose(1, 2).contiguous().transpose(1, 2)
-    ends = counts.cumsum(0).to(torch.int32)
-    left = left.contiguous()
+    left, ends = left.contiguous(), ends_of(counts)
     found: Tensor = torch._scaled_grouped_mm(left, right, *inverses, offs=ends, out_dtype=torch.bfloat16)
     return found
 
 
 def summing_kernel(left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], counts: Tensor) -> Tensor:
     """Return the product of the transposed rows of each group by its other rows; groups begin at multiples of 16."""
-    ends = _round_up(counts).cumsum(0).to(torch.int32)
+    ends = ends_of(_round_up(counts))
     left, right = left.t().contiguous(), right.t().contiguous().t()
     scales = inverses[0].reshape(-1), inverses[1].reshape(-1)
     found: Tensor = torch._scaled_grouped_mm(left, right, *scales, offs=ends, out_dtype=torch.bfloat16)

@@ -38,7 +38,8 @@ from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, Regathe
 from autopar.lowering.modules.micro_loop import MicroBatchLoop
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.passes.aliases import readers
-from autopar.sharding.buckets import BUCKET_BYTES, goes_in_bucket, in_buckets
+from autopar.sharding.buckets import BUCKET_BYTES, in_buckets
+from autopar.sharding.reshard.reshard import goes_in_bucket
 
 __all__ = ["BucketedParameters", "CallGate", "in_a_bucket", "loop_with", "put_in_buckets"]
 

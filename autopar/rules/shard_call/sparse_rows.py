@@ -19,12 +19,14 @@ from autopar.rules.ops.routed import COMBINE, DISPATCH, GROUPED_ROWS
 __all__ = [
     "combine_rows",
     "dispatch_rows",
+    "ends_of",
     "grouped_rows",
     "inverse_of",
     "multiply_groups",
     "sort_rows",
     "store_sparsely",
     "sum_groups",
+    "with_bias",
 ]
 
 _LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -126,14 +128,15 @@ def _is_fused(rows: Tensor, product: str) -> bool:
     return rows.is_cuda and product == "aten._grouped_mm.default" and rows.dtype is torch.bfloat16
 
 
-def _ends(counts: Tensor) -> Tensor:
+def ends_of(counts: Tensor) -> Tensor:
+    """Return the ends of the groups, as kernels want them."""
     return counts.cumsum(0).to(torch.int32)
 
 
 def multiply_groups(rows: Tensor, matrices: Tensor, counts: Tensor, product: str) -> Tensor:
     """Multiply the rows of each group by its matrix; `counts` are the rows of each group."""
     if _is_fused(rows, product) and rows.shape[0]:
-        return torch._grouped_mm(rows, matrices, _ends(counts))
+        return torch._grouped_mm(rows, matrices, ends_of(counts))
     found = rows.new_empty(rows.shape[0], matrices.shape[2])
     start = 0
     for group, count in enumerate(counts.tolist()):
@@ -147,7 +150,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, counts: Tensor, product: str
 def sum_groups(rows: Tensor, gradients: Tensor, counts: Tensor, product: str) -> Tensor:
     """Return the gradient of each group's matrix, zero for a group without rows."""
     if _is_fused(rows, product) and rows.shape[0]:
-        return torch._grouped_mm(rows.t(), gradients, _ends(counts))
+        return torch._grouped_mm(rows.t(), gradients, ends_of(counts))
     found = rows.new_empty(counts.shape[0], rows.shape[1], gradients.shape[1])
     start = 0
     for group, count in enumerate(counts.tolist()):
@@ -218,10 +221,12 @@ def _multiplied(rows: Tensor, matrices: Tensor, counts: Tensor, product: str) ->
 
 def grouped_rows(rows: Tensor, matrices: Tensor, bias: Tensor | None, counts: Tensor, product: str) -> Tensor:
     """Return the stored rows of `grouped`."""
-    found = _multiplied(rows, matrices, counts, product)
-    if bias is None:
-        return found
-    return found + bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
+    return with_bias(_multiplied(rows, matrices, counts, product), bias, counts)
+
+
+def with_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """Add the bias of its group to each row."""
+    return rows if bias is None else rows + bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
 
 
 # -- on one process ----------------------------------------------------------------------------------------------------

@@ -45,7 +45,20 @@ from autopar.sharding.reshard.step_graph import (
 )
 from autopar.sharding.sharding import OTHER, Atoms, Sharding, common_axes, longest
 
-__all__ = ["LOCAL", "NoSteps", "Reshard", "ScaledReshards", "Step", "StepKind", "StepSize", "reshard", "steps"]
+__all__ = [
+    "LOCAL",
+    "NoSteps",
+    "Reshard",
+    "ScaledReshards",
+    "Step",
+    "StepKind",
+    "StepSize",
+    "goes_in_bucket",
+    "reshard",
+    "steps",
+]
+
+_BUCKETED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
 
 
 class NoSteps(Exception):
@@ -384,3 +397,9 @@ class _RemainingBound:
 
 
 _CHANGES_EXTENT = {StepKind.SLICE, StepKind.ALL_GATHER, StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER}
+
+
+def goes_in_bucket(forward: tuple[StepKind, ...], backward: tuple[StepKind, ...]) -> bool:
+    """Return whether reshards of these steps can share a bucket."""
+    ways = [kinds for kinds in (forward, backward) if not LOCAL.issuperset(kinds)]
+    return bool(ways) and all(_BUCKETED.issuperset(kinds) for kinds in ways)

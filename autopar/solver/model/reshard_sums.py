@@ -12,9 +12,9 @@ import numpy as np
 from autopar.cost.compute.byte_time import seconds_of_bytes
 from autopar.cost.parameter_passes import CODING_LAUNCHES, coding_bytes
 from autopar.ir.values import NamedTensor
-from autopar.sharding.buckets import goes_in_bucket
 from autopar.sharding.options import sum_dtype
-from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize
+from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize, goes_in_bucket
+from autopar.sharding.reshard_insertion import gathered_in_float8
 from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_excess
 from autopar.solver import Floats
 from autopar.solver.candidates import StorageOption
@@ -61,7 +61,7 @@ class TensorCut(NamedTuple):
             tensor.element_bytes,
             trained,
             reduced.itemsize,
-            1.0 if precision.gathers and tensor.name in setting.graph.float8_weights else tensor.element_bytes,
+            1.0 if tensor.name in gathered_in_float8(setting.graph, precision) else tensor.element_bytes,
             casts,
             (each, once),
             atoms.by_share,
@@ -205,9 +205,9 @@ class ReshardSums:
         back = cut.steps(self.routes, want.gradient.value, stored.gradient.value) if cut.trained else ()
         assert there is not None, "parameters are stored in full"
         assert back is not None, "parameters are stored in full"
-        # A reshard in no bucket is sent as it is used, and so is all but a gather.
-        kinds, others = ({leg.kind for leg in way if not leg.local} for way in (there, back))
-        is_gather = kinds == {"all_gather"} and others <= {"all_gather", "all_reduce", "reduce_scatter"}
+        # What is in no bucket is gathered as it is used.
+        kinds, others = (tuple(StepKind(leg.kind) for leg in way) for way in (there, back))
+        is_gather = StepKind.ALL_GATHER in kinds and goes_in_bucket(kinds, others)
         itemsize = cut.gathered if is_gather else cut.itemsize
         return tuple((leg, itemsize) for leg in there), tuple((leg, cut.reduced) for leg in back)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from autopar.sharding.buckets import TINY_BYTES, goes_in_bucket
-from autopar.sharding.reshard.reshard import LOCAL, StepKind
+from autopar.sharding.buckets import TINY_BYTES
+from autopar.sharding.reshard.reshard import LOCAL, StepKind, goes_in_bucket
 from autopar.sharding.sharding import Sharding
 from autopar.solver.candidates import StorageOption
 from autopar.solver.model.model import Model
