@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -81,19 +82,35 @@ def check_target(target: str) -> None:
 def _load_file(target: str, path: Path) -> ModuleType:
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does
+    return _loaded(path) or _guarded(target, f"{path} cannot be loaded", lambda: _executed(path))
+
+
+def _loaded(path: Path) -> ModuleType | None:
+    """Return the module of a file that is loaded: a second one would register its ops again.
+
+    PyTorch frees an op that is registered again; a model of the first module that calls it reads freed memory.
+    """
+    file = os.path.realpath(path)
+    for module in list(sys.modules.values()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
+        if os.path.basename(origin) == path.name and os.path.realpath(origin) == file:
+            return module
+    return None
+
+
+def _executed(path: Path) -> ModuleType:
     # Not under the name of a module that is loaded already, which a file called random.py would replace.
     name = f"autopar_target_{path.stem}" if path.stem in sys.modules else path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, path
     assert spec.loader is not None, path
-    loader = spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    return _guarded(target, f"{path} cannot be loaded", lambda: _executed(loader, module))
-
-
-def _executed(loader: Any, module: ModuleType) -> ModuleType:
-    loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module is not loaded
+        raise
     return module
 
 

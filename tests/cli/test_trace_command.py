@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from autopar.cli import main
+from examples import custom_op
 
 ROOT = Path(__file__).parents[2]
 MLP = f"{ROOT}/examples/mlp.py:mlp"
@@ -129,3 +131,22 @@ def test_help_has_examples() -> None:
 def test_the_package_does_not_import_torch_by_itself() -> None:
     code = "import sys, autopar, autopar.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_file_that_is_loaded_already_is_not_loaded_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    # A second module would register the op again, and the models of the first would call an op that PyTorch freed.
+    (tmp_path / "examples").symlink_to(Path(custom_op.__file__).parent, target_is_directory=True)
+    op = custom_op.squared_relu._opoverload
+    code, _, _ = run(capsys, f"{tmp_path}/examples/custom_op.py:custom_op")
+    assert code == 0
+    assert torch.ops.mylib.squared_relu.default is op
+
+
+def test_a_file_that_failed_is_loaded_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = target(tmp_path, "def f():\n    return nn.Linear(2, 2), (torch.ones(2),)\n\nprint(missing)\n")
+    code, _, err = run(capsys, f"{path}:f")
+    assert code == 2
+    assert "user_model.py:7: print(missing)" in err
+    Path(path).write_text(Path(path).read_text().replace("print(missing)", ""))
+    code, _, _ = run(capsys, f"{path}:f")
+    assert code == 0
