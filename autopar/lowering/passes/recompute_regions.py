@@ -33,6 +33,8 @@ from autopar.ir.graph import NamedGraph
 from autopar.lowering.modules.bucket import BucketState, Regathered
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
 from autopar.lowering.modules.host_copies import HostCopies, OffloadedOps
+from autopar.lowering.modules.micro_loop import MicroBatchLoop
+from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.modules.selective_recompute import SelectiveRecompute
 from autopar.sharding.layout.recompute_ops import RecomputeList
 from autopar.sharding.layout.syntax import Recompute
@@ -90,6 +92,7 @@ def with_regions(graph: Graph, modules: dict[str, nn.Module], regions: Sequence[
         elif node.target is operator.getitem and isinstance(_module(node.args[0], modules), BucketEnd):
             for key in (REGION, KEPT):  # of the first op that reads it
                 node.meta.pop(key, None)
+    _drop_around_loops(graph, modules)
     offloaded = [number for number, mode in modes.items() if mode == "offload"]
     modes = {number: mode for number, mode in modes.items() if mode != "offload"}
     for number in modes:
@@ -120,6 +123,26 @@ def _members(graph: Graph, number: int) -> list[Node]:
 
 def _module(node: Any, modules: Mapping[str, nn.Module]) -> nn.Module | None:
     return modules.get(str(node.target)) if isinstance(node, Node) and node.op == "call_module" else None
+
+
+def _drop_around_loops(graph: Graph, modules: Mapping[str, nn.Module]) -> None:
+    """Recompute no ops of a layer that stand before and behind a loop over micro-batches.
+
+    As one region they would enclose the loop, which computes its gradients in the forward and must not run again.
+    """
+    for loop in [node for node in graph.nodes if isinstance(_module(node, modules), MicroBatchLoop | PipelineLoop)]:
+        before, behind = {loop}, {loop}
+        for node in graph.nodes:
+            if not behind.isdisjoint(node.all_input_nodes):
+                behind.add(node)
+        for node in reversed(graph.nodes):
+            if not before.isdisjoint(node.users):
+                before.add(node)
+        around = {node.meta.get(REGION) for node in before} & {node.meta.get(REGION) for node in behind} - {None}
+        for node in before | behind:
+            if node.meta.get(REGION) in around:
+                for key in (REGION, KEPT):
+                    node.meta.pop(key, None)
 
 
 # -- offloaded layers -------------------------------------------------------------------------------------------------
