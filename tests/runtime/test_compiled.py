@@ -114,6 +114,33 @@ def test_inductor() -> None:
         check(found)
 
 
+def in_micro_batches() -> dict[str, float]:
+    """Three steps of SGD, in which later buckets use the memory of earlier ones again."""
+    model, inputs = small_gpt()
+    found = {}
+    for layout in ("micro 2; fsdp(fsdp=a)", "micro 2; zero1(dp=a)", "micro 2; ddp(dp=a)"):
+        torch._dynamo.reset()
+        alone = copy.deepcopy(model)
+        parallel = autopar.parallelize(copy.deepcopy(model), "a=2", inputs, layout=layout)
+        compiled: Any = torch.compile(parallel, backend="aot_eager")
+        for step in range(3):
+            alone.zero_grad()
+            parallel.zero_grad()
+            value, expected = compiled(**inputs), alone(**inputs)
+            value.backward()
+            expected.backward()
+            found[f"{layout}, {step}"] = max(gap(value, expected), gradient_gap(alone, parallel))
+            for one in (alone, parallel):
+                torch.optim.SGD(one.parameters(), 0.1).step()
+    return found
+
+
+def test_micro_batches_send_outside_of_compiled_graphs() -> None:
+    """A gather that began in one graph was read in another before it had arrived."""
+    for found in launch(in_micro_batches, ranks=2):
+        check(found)
+
+
 def given_up() -> dict[str, Any]:
     """Give up the frame of `forward` while it is traced, as torch 2.11 did: the call goes on in Python."""
     model, inputs = small_gpt()

@@ -18,10 +18,10 @@ the graph of the task sends over the same axes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,16 @@ from autopar.lowering.modules.run_state import RUN_STATE
 from autopar.sharding.schedules import StageTask
 
 __all__ = ["BucketPass", "ClosingBucket", "LoopBucket", "LoopBuckets", "with_arrivals"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _untraced(method: _Method) -> _Method:
+    """Exclude a method from tracing: a compiler takes the bodies of the loop, and nothing that sends around them.
+
+    Collectives that begin in one of its graphs and end in another, or work in place, would give values too early.
+    """
+    return torch.compiler.disable(method)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @dataclass(eq=False)
@@ -58,6 +68,7 @@ class LoopBucket:
         conversions = self.state.bucket.conversions
         return {frozenset(step.axes) for one in conversions for step in one.reshard.backward if not step.local}
 
+    @_untraced
     def leaves(self, stored: Sequence[Tensor]) -> list[Tensor]:
         """Begin to gather the parameters; return leaves, which have their values after `arrive`."""
         bucket, handling = self.state.bucket, self.state.bucket.handling
@@ -78,6 +89,7 @@ class LoopBucket:
             self._coming = leaves, *self._coming[1:]
         return [leaf.requires_grad_(x.requires_grad) for leaf, x in zip(leaves, stored, strict=True)]
 
+    @_untraced
     def arrive(self) -> None:
         """Wait for the parameters, once."""
         if self._coming is None:
@@ -139,8 +151,7 @@ def _named(module: nn.Module, path: str) -> Any:
 class _Reduction:
     """Reduction of the gradients of a bucket that has begun; None stands for no gradient."""
 
-    # A compiler takes the bodies of the loop, and no collective that works in place.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_untraced
     def __init__(self, state: BucketState, gradients: Sequence[Tensor | None]) -> None:
         bucket, handling = state.bucket, state.bucket.handling
         self.count, self.stored = len(gradients), handling.stored
@@ -172,6 +183,7 @@ class _Reduction:
             pairs = zip(self.ones, given, strict=True)
             self.values = [locally(one.backward, x.to(handling.reduced), one.shape) for one, x in pairs]
 
+    @_untraced
     def wait(self) -> None:
         """Wait for the gradients, once."""
         pieces, self.pieces = self.pieces, ()
@@ -184,6 +196,7 @@ class _Reduction:
             pairs = zip(self.ones, pieces, strict=True)
             self.values = [finish(one.backward[-1], piece).reshape(one.shape) for one, piece in pairs]
 
+    @_untraced
     def gradients(self, factor: Tensor | None = None) -> list[Tensor | None]:
         """Return the gradients times a factor, once: their memory goes to the caller."""
         self.wait()
@@ -235,6 +248,7 @@ class LoopBuckets:
 class BucketPass:
     """Parameters of one pass over the micro-batches: their leaves, and the reductions of their gradients."""
 
+    @_untraced
     def __init__(self, buckets: LoopBuckets, inputs: Sequence[Tensor], is_synchronised: bool | None = None) -> None:
         self.buckets = buckets
         # Decided at the forward, also for reductions that begin in the backward.
@@ -258,11 +272,13 @@ class BucketPass:
         self._waiting: list[ClosingBucket] = []
         self._missing: set[int] = set()
 
+    @_untraced
     def leaves(self) -> list[Tensor]:
         """Return all inputs as leaves of the graphs of the micro-batches."""
         pairs = enumerate(self.inputs)
         return [x if place in self.own else x.detach().requires_grad_(x.requires_grad) for place, x in pairs]
 
+    @_untraced
     def arrive(self, place: int | None = None) -> None:
         """Wait for all parameters, or for that of one place and its bucket."""
         for bucket in self.buckets.every:
@@ -271,6 +287,7 @@ class BucketPass:
 
     # -- reductions
 
+    @_untraced
     def reduce(self, sums: LeafSums, is_float16: bool = False, is_final: bool = False) -> None:
         """Take gradients from these sums as soon as they are complete; `is_final`: no factor comes after."""
         self.sums, self.reductions = sums, {}
@@ -304,6 +321,7 @@ class BucketPass:
             self._begin(one.bucket)
         self._waiting = []
 
+    @_untraced
     def added(self, place: int) -> None:
         """Note that the last gradient of a parameter is there; begin the reductions that waited for it."""
         if place not in self._missing:
@@ -312,6 +330,7 @@ class BucketPass:
         while self._waiting and self._waiting[0].within and self._missing.isdisjoint(self._waiting[0].within):
             self._begin(self._waiting.pop(0).bucket)
 
+    @_untraced
     def _begin(self, bucket: LoopBucket) -> None:
         assert self.sums is not None, "it records gradients"
         gradients: Sequence[Tensor | None] = [self.sums.pop(place) for place in bucket.places]
@@ -319,6 +338,7 @@ class BucketPass:
             gradients = with_unsent(bucket.state, gradients, self.is_synchronised)
         self.reductions[bucket] = _Reduction(bucket.state, gradients)
 
+    @_untraced
     def finish(self) -> None:
         """Begin the reductions that no task has begun, and wait for all."""
         for bucket in self._order():
@@ -331,6 +351,7 @@ class BucketPass:
         """Return all buckets in the order of the backward."""
         return reversed(self.buckets.every)
 
+    @_untraced
     def handed(self, found: list[Tensor | None], factor: Tensor | None = None) -> list[Tensor | None]:
         """Return the gradients of all inputs, given those of leaves, which have the factor already."""
         late: dict[LoopBucket, _Reduction] = {}
