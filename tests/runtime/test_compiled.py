@@ -141,6 +141,28 @@ def test_micro_batches_send_outside_of_compiled_graphs() -> None:
         check(found)
 
 
+def with_symbols() -> dict[str, float]:
+    """Two models of other widths under one layout: the compiler takes the sizes of the second one as symbols."""
+    torch._dynamo.reset()
+    found = {}
+    for width in (16, 32, 48):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, width)).double(), torch.randn(4, width)
+        x = x.double()
+        parallel = autopar.parallelize(copy.deepcopy(model), "a=2", (x,), layout="ddp(dp=a)", outputs="full")
+        compiled: Any = torch.compile(parallel, backend="aot_eager")
+        value, expected = compiled(x).square().mean(), model(x).square().mean()
+        value.backward()
+        expected.backward()
+        found[str(width)] = max(gap(value, expected), gradient_gap(model, parallel))
+    return found
+
+
+def test_sums_of_gradients_take_sizes_as_symbols() -> None:
+    for found in launch(with_symbols, ranks=2):
+        check(found)
+
+
 def given_up() -> dict[str, Any]:
     """Give up the frame of `forward` while it is traced, as torch 2.11 did: the call goes on in Python."""
     model, inputs = small_gpt()

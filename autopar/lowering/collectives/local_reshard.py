@@ -144,7 +144,7 @@ def send(move: LocalStep, buffer: Tensor) -> Tensor:
 
 
 def _all_reduce(move: LocalStep, buffer: Tensor) -> Tensor:
-    level = move.level_of(buffer.nbytes)
+    level = move.level_of(buffer.numel() * buffer.element_size())
     if level is not None and not buffer.is_complex():  # Gloo scatters no complex numbers
         return sum_by_level(buffer, level)
     sent: Tensor = torch.ops._c10d_functional.all_reduce(buffer, "sum", move.group)

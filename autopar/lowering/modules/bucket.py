@@ -34,7 +34,8 @@ def sums_begun(gradients: Sequence[Tensor], move: LocalStep) -> list[Tensor]:
 
     The compiler may not copy them before they arrive.
     """
-    level = move.level_of(sum(x.nbytes for x in gradients))
+    # Not `nbytes`: a compiler may take sizes as symbols.
+    level = move.level_of(sum(x.numel() * x.element_size() for x in gradients))
     groups = ((move.group, move.ranks),) if level is None else level.groups
     names, ranks = ([group[i] for group in groups] for i in range(2))
     found: list[Tensor] = torch.ops.autopar.sums_begun.default(list(gradients), names, ranks)
