@@ -193,7 +193,8 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
     A strategy fits any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` maps them by hand. If
     strategy and mesh have one axis each, these are mapped whatever their names. No axis in common is an error.
     `micro 8; fsdp` is a strategy in eight micro-batches, `micro 8; pipeline pp 1f1b; fsdp` one in a pipeline too. Such
-    a pipeline replaces the one that the strategy names. `drift pod -> mean every 16; fsdp` is one in each replica.
+    a pipeline replaces the one that the strategy names. `drift pod -> mean every 16; fsdp` is one in each replica, and
+    `recompute full @blocks.*; regather @*; fsdp` one with less memory.
     """
     if (
         isinstance(layout, str)
@@ -240,8 +241,8 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
 
 # `micro 8; pipeline pp 1f1b; fsdp(fsdp=dp)`. The statement names an axis on its line, the strategy `pipeline` does not.
 _STRATEGY_IN_TIME = re.compile(
-    r"(?P<in_time>(\s*(micro[ \t]+[\d?]|(pipeline|cut|drift|fold|pieces|capacity)[ \t]+\w|op[ \t]+@\S+[ \t]+at\s)"
-    r"[^;\n]*[;\n])+)"
+    r"(?P<in_time>(\s*(micro[ \t]+[\d?]|(pipeline|cut|drift|fold|pieces|capacity|recompute)[ \t]+\w|"
+    r"(keep|regather)[ \t]+@|op[ \t]+@\S+[ \t]+at\s)[^;\n]*[;\n])+)"
     r"(?P<strategy>[^;]+);?\s*"
 )
 

@@ -102,6 +102,23 @@ def test_stages_of_a_strategy(text: str, axes: dict[str, int], stages: str | Non
     assert (layout.micro_batches is not None) == text.startswith("micro")
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "recompute full @blocks.*",
+        "recompute keep(product every 2, attention) @blocks.*",
+        "regather @*",
+        "keep @head.weight",
+        "micro 2; recompute offload @blocks.1; regather @*",
+    ],
+)
+def test_holds_stand_before_a_strategy(lines: str) -> None:
+    layout = choose_layout(f"{lines}; fsdp(fsdp=a)", {"a": 2, "b": 2})
+    strategy = choose_layout("fsdp(fsdp=a)", {"a": 2, "b": 2})
+    assert layout.statements == (*parse_layout(lines).statements, *strategy.statements)
+    assert choose_layout(f"{lines}\nfsdp\n", {"fsdp": 2}).statements[-1] == load_strategy("fsdp").statements[-1]
+
+
 def test_stages_lie_along_one_axis() -> None:
     with pytest.raises(LayoutError, match=r"'pp' stands for a\*b\n.*\n.*\nfix: name one axis"):
         choose_layout("pipeline(pp=a*b)", {"a": 2, "b": 2})
