@@ -150,8 +150,7 @@ class _Emitter:
         ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else HoistedSums()
         join_totals(self.out, self.modules)
         self.sum_bytes |= put_in_buckets(self.out, self.modules, self.by_node, self.parameters, self.in_bodies)
-        # A loss of each rank alone may get another gradient on each.
-        put_in_loops(self.out, self.modules, self.outputs not in ("local", "local_sum"))
+        put_in_loops(self.out, self.modules, self.outputs, self.graph, self.groups)
         if self.parameters.gate is not None:
             put_gate(self.out, self.modules, self.parameters.gate)
         take_gpu_kernels(self.out, self.groups.device_type)

@@ -182,6 +182,42 @@ def test_gradients_are_handed_out_at_the_backward(layout: str, mesh: str) -> Non
             assert error < 1e-12, name
 
 
+class Steep(nn.Module):
+    """Two products; the gradients of one half of the first one are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+        nn.init.constant_(self.up.weight, 0.1)
+        nn.init.constant_(self.down.weight, 0.001)
+        with torch.no_grad():
+            self.down.weight[:, :4] = 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)).float().sum()
+
+
+def on_one_rank(layout: str, mesh: str) -> float:
+    """Error of gradients that the first scale of float16 makes infinite on one rank alone."""
+    model, x = Steep(), torch.full((8, 4), 0.01)
+    parallel = autopar.parallelize(model, mesh, (x,), layout=layout, precision="fp16", outputs="full")
+    parallel(x).backward()
+    model(x).backward()
+    return worst(gradients(parallel), gradients(model))
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [
+        ("micro 2; d_ff -> tp; * -> none", "tp=2"),
+        pytest.param("micro 2; pipeline pp 1f1b; d_ff -> tp; * -> none", "pp=1,tp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_run_a_loop_again_where_one_overflows(layout: str, mesh: str) -> None:
+    """The bodies of the loop send, so a rank that ran it alone would wait for ever."""
+    assert max(launch(on_one_rank, layout, mesh, ranks=2, seconds=60)) < 1e-2
+
+
 def of_each_rank() -> float:
     """Difference of gradients with and without micro-batches, where each rank multiplies its own loss."""
     rank, grads = dist.get_rank(), []

@@ -34,6 +34,7 @@ __all__ = [
     "MicroBatchLoop",
     "MicroBatchSlice",
     "MicroBatchZeros",
+    "any_rank",
     "common_factor",
     "expected_gradients",
     "first_derivative",
@@ -99,6 +100,8 @@ class MicroBatchLoop(nn.Module):
         # Gradients expected of the scalar sums, up to a common factor: those of the last backward.
         self.expected: tuple[float, ...] = ()
         self.buckets = LoopBuckets()
+        # Group of all ranks that run the loop, where numbers in float16 may make one of them run it again.
+        self.everybody: str | None = None
         # Body of the first micro-batch, which waits for gathers; not a child, as it shares all modules with the body.
         self._first: tuple[GraphModule] = (body,)
 
@@ -207,7 +210,8 @@ class _Loop(torch.autograd.Function):
         factor = common_factor(ctx.expected, given)
         remember_gradients(loop, [given.get(place) for place in ctx.expected], factor is not None, ctx.is_float16)
         overflows = ctx.is_float16 and factor is not None and factor != 1 and not ctx.sums.are_finite()
-        if factor is not None and not ctx.sums.is_used and not overflows:
+        runs_again = factor is None or bool(ctx.sums.is_used or overflows)
+        if not any_rank(runs_again, loop.everybody, gradients) and factor is not None:
             return (None, None, *parameters.handed(ctx.sums.found(factor), factor))
         again = BucketPass(loop.buckets, ctx.saved_tensors, parameters.is_synchronised)
         leaves = again.leaves()
@@ -222,6 +226,16 @@ class _Loop(torch.autograd.Function):
                     sums.add([parts[place] for place in given], wanted)
         again.finish()
         return (None, None, *again.handed(sums.found()))
+
+
+def any_rank(runs_again: bool, group: str | None, gradients: Sequence[Tensor | None]) -> bool:
+    """Return whether a rank of the group must run the loop again: then all must, as its bodies send."""
+    if group is None:
+        return runs_again
+    device = next(x.device for x in gradients if x is not None)
+    flag = torch.tensor([float(runs_again)], device=device)
+    found = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(flag, "max", group))
+    return bool(found)
 
 
 class ExpectsGradients(Protocol):

@@ -32,6 +32,7 @@ from autopar.lowering.modules.gradient_sums import GradientSums
 from autopar.lowering.modules.late_weights import LateWeights
 from autopar.lowering.modules.loop_buckets import BucketPass, LoopBuckets, with_arrivals
 from autopar.lowering.modules.micro_loop import (
+    any_rank,
     common_factor,
     expected_gradients,
     first_derivative,
@@ -78,6 +79,7 @@ class PipelineLoop(nn.Module):
         self.late = late
         self.expected: tuple[float, ...] = ()
         self.buckets = LoopBuckets()
+        self.everybody: str | None = None
         # Bodies of the first micro-batch, which wait for gathers.
         self.first = {number: part.body for number, part in parts.items()}
         routes = [Route(one.source, target, one.differentiable) for one in crossings for target in one.targets]
@@ -186,8 +188,9 @@ class _Pipeline(torch.autograd.Function):
         factor = common_factor(ctx.expected, given)
         remember_gradients(loop, [given.get(place) for place in ctx.expected], factor is not None, ctx.is_float16)
         assert run.sums is not None, "it recorded gradients"
-        overflows = ctx.is_float16 and factor is not None and factor != 1 and not run.all_finite()
-        if factor is not None and not run.sums.is_used and not overflows:
+        overflows = ctx.is_float16 and factor is not None and factor != 1 and not run.sums.are_finite()
+        runs_again = factor is None or bool(run.sums.is_used or overflows)
+        if not any_rank(runs_again, loop.everybody, gradients) and factor is not None:
             return (None, *run.gradients(factor))
         saved = ctx.saved_tensors
         own = BucketPass(loop.buckets, saved, run.given.is_synchronised)
@@ -375,13 +378,6 @@ class _Run:
     def _joined(self, place: int) -> Tensor:
         values, result = self.values.pop(place), self.loop.results[place].result
         return (values[0] if result.kind == "sum" else result.join(values)).contiguous()
-
-    def all_finite(self) -> bool:
-        """Return whether the sums of all stages are finite."""
-        assert self.sums is not None, "it records gradients"
-        flag = torch.tensor([float(self.sums.are_finite())], device=self.leaves[0].device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN, self.loop.stages.groups[0])
-        return bool(flag)
 
     def gradients(self, factor: Tensor | None = None) -> list[Tensor | None]:
         """Return the gradients of the inputs of this stage; those of shared ones add up over the stages."""

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.fx import Graph, Node
 
+from autopar.ir.graph import NamedGraph
+from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.modules.bucket_ends import BucketEnd
 from autopar.lowering.modules.late_weights import LateProduct
 from autopar.lowering.modules.loop_buckets import ClosingBucket, LoopBucket, LoopBuckets
@@ -26,16 +29,27 @@ from autopar.lowering.modules.micro_loop import MicroBatchLoop
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.modules.shard_ops import LoweredOpModule
 from autopar.lowering.passes.bucket_parameters import loop_with
+from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard
 from autopar.sharding.schedules import BackwardHalf, StageTask, TaskKind, reductions_after
+from autopar.sharding.sharding import MICRO
 
 __all__ = ["put_in_loops"]
 
 Loop = MicroBatchLoop | PipelineLoop
 
 
-def put_in_loops(graph: Graph, modules: dict[str, nn.Module], is_common: bool) -> None:
-    """Hand buckets to loops, in place; `is_common`: all ranks multiply gradients by one factor."""
+def put_in_loops(
+    graph: Graph, modules: dict[str, nn.Module], outputs: Outputs, traced: NamedGraph, groups: Groups
+) -> None:
+    """Hand buckets to loops, in place; `graph` is made from the traced one."""
+    every = [one for one in modules.values() if isinstance(one, MicroBatchLoop | PipelineLoop)]
+    if every and any(tensor.dtype is torch.float16 for tensor in traced.tensors.values()):
+        everybody = groups.of(tuple(axis for axis in groups.coordinate if axis != MICRO)).name
+        for each in every:
+            each.everybody = everybody
+    # A loss of each rank alone may get another gradient on each.
+    is_common = outputs not in ("local", "local_sum")
     found: dict[Node, list[LoopBucket]] = {}
     for ended in list(graph.nodes):
         end = _module(ended, modules)
