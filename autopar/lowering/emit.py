@@ -164,8 +164,10 @@ class _Emitter:
 
     def _body(self, graph: Graph, modules: dict[str, nn.Module]) -> GraphModule:
         """Return the module of the graph of one micro-batch."""
-        # The gradients of all micro-batches add up right after their backward, so they may not be pending then.
-        self.sum_bytes |= put_in_buckets(graph, modules, self.by_node, replace(self.parameters, awaited=False))
+        # The loop adds up gradients right after each backward, and multiplies the sums: none is pending or kept here.
+        handling = {name: replace(one, deferred=False) for name, one in self.parameters.handling.items()}
+        parameters = replace(self.parameters, handling=handling, awaited=False)
+        self.sum_bytes |= put_in_buckets(graph, modules, self.by_node, parameters)
         self.in_bodies |= in_a_bucket(graph, modules)
         take_gpu_kernels(graph, self.groups.device_type)
         return with_regions(graph, modules, self.regions)
