@@ -261,8 +261,8 @@ class ParallelModule(ClosedModule, metaclass=ModelClass):
         done = [call.compile_layers(compiler) for call in plans.kept]
         if not any(done):
             raise AutoparError(
-                "no repeated layer can be compiled alone: expected equal layers without dropout, regathered weights, "
-                "recomputation, micro-batches and stages\n"
+                "no repeated layer can be compiled alone: expected equal layers without dropout, ops that send inside, "
+                "regathered weights, recomputation, micro-batches and stages\n"
                 "fix: torch.compile(module), which compiles the whole graph"
             )
         plans.compiler = compiler
