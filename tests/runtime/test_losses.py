@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, kl_div, linear
 import autopar
 from autopar.sharding.options import Outputs
 from tests.runtime.launcher import in_turn, launch
-from tests.runtime.training import error_of
+from tests.runtime.training import error_of, gradients, worst
 
 PAGE = Path(__file__).parents[2] / "docs" / "running.md"
 CLASSES, ROWS = 8, 8
@@ -347,3 +347,37 @@ def test_gradients_are_those_of_one_process(ranks: int) -> None:
             assert gaps
             for name, value in gaps.items():
                 assert value < 1e-12, name
+
+
+class WithLoss(nn.Module):
+    """A loss, which is pending at first, beside logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(x)
+        return cross_entropy(logits, y), logits
+
+
+def with_a_term_of_logits() -> list[float]:
+    """Errors of gradients of a loss of the model and a term of its outputs."""
+    torch.manual_seed(0)
+    model, x, y = WithLoss().double(), torch.randn(8, 8).double(), torch.randint(6, (8,))
+    found = []
+    for layout in ("ddp", "micro 2; ddp"):
+        parallel = autopar.parallelize(model, "dp=2", (x, y), layout=layout)
+        for turned in (False, True):
+            for one in (model, parallel):
+                one.zero_grad()
+                loss, logits = one(x, y)
+                term = 0.5 * logits.square().mean()
+                (term + loss if turned else loss + term).backward()
+            found.append(worst(gradients(parallel), gradients(model)))
+    return found
+
+
+def test_a_pending_loss_is_added_to_a_term_of_outputs() -> None:
+    for found in launch(with_a_term_of_logits, ranks=2):
+        assert max(found) < 1e-12

@@ -57,6 +57,8 @@ class LateTensor(Tensor):
     ) -> Any:
         if function not in _BLIND:
             cls.arrive_all((args, kwargs))
+            # None of them is pending any more; other subclasses, such as a sharded output, have their turn.
+            return function(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
