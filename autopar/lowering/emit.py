@@ -43,6 +43,7 @@ from autopar.lowering.passes.random_ops import RandomOps
 from autopar.lowering.passes.rank_check import put_gate
 from autopar.lowering.passes.recompute_regions import KEPT, REGION, mark_movable, with_regions
 from autopar.lowering.passes.routed_rows import RoutedRows
+from autopar.lowering.passes.side_by_side import halves_of
 from autopar.lowering.verify import verify_emitted
 from autopar.lowering.verify_shapes import SHARD
 from autopar.rules.call import arguments_by_name, takes_tensors
@@ -144,10 +145,12 @@ class _Emitter:
         self.out.output(tuple(result if value is None else value for result, value in zip(plain, found, strict=True)))
         mark_movable(self.graph, self.regions, self.held)
         if MICRO in self.axes:
-            regathered = frozenset(name for name, tensor in self.by_node.items() if self.parameters.of(tensor).again)
+            again = frozenset(name for name, tensor in self.by_node.items() if self.parameters.of(tensor).again)
             stages = StageCut.of(self.assignment, self.groups, self.graph, self.by_node)
-            self.out = loop_micro_batches(self.out, self.modules, self.micro_batches, regathered, self._body, stages)
-        ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else HoistedSums()
+            loops = again, self._body, stages, halves_of(self.graph, self.assignment)
+            self.out = loop_micro_batches(self.out, self.modules, self.micro_batches, *loops)
+        given = [node for node, tensor in self.by_node.items() if tensor.kind == "input" and not tensor.requires_grad]
+        ends = move_to_ends(self.out, self.modules, given) if with_ends else HoistedSums()
         join_totals(self.out, self.modules)
         self.sum_bytes |= put_in_buckets(self.out, self.modules, self.by_node, self.parameters, self.in_bodies)
         put_in_loops(self.out, self.modules, self.outputs, self.graph, self.groups)
@@ -171,10 +174,6 @@ class _Emitter:
         self.in_bodies |= in_a_bucket(graph, modules)
         take_gpu_kernels(graph, self.groups.device_type)
         return with_regions(graph, modules, self.regions)
-
-    def _inputs(self) -> list[str]:
-        """Return the placeholders of inputs without a gradient."""
-        return [node for node, tensor in self.by_node.items() if tensor.kind == "input" and not tensor.requires_grad]
 
     def _mark(self, made: Node, source: Node, op: str) -> None:
         """Record the source node of generated nodes, and which of them are recomputed."""

@@ -267,9 +267,10 @@ def _reshards_unlike_plan(given: _Lowered) -> Iterator[str]:
     joined = {one.reshard for _, one in ends.late}
     # Loops over micro-batches that read the same value each compute it.
     loops = sum(isinstance(call.module, MicroBatchLoop) for call in given.calls)
+    halves = 2 if given.assignment.halves else 1
     for reshard in {**planned, **generated}:
         fewest = 1 if reshard in joined else planned[reshard]
-        if not fewest <= generated[reshard] <= planned[reshard] * max(1, loops):
+        if not fewest <= generated[reshard] <= planned[reshard] * halves * max(1, loops):
             yield f"{reshard}: planned {planned[reshard]} times, generated {generated[reshard]} times"
     messages = Counter(name for name, op in plan.ops.items() for one in op.inside if one.ways)
     lowered = Counter(
@@ -279,7 +280,7 @@ def _reshards_unlike_plan(given: _Lowered) -> Iterator[str]:
         for message in call.module.split.messages()
         if message.reshard.forward or message.reshard.backward
     )
-    if messages != lowered:
+    if {name: count * halves for name, count in messages.items()} != lowered:
         yield f"messages of ops: planned {dict(messages)}, generated {dict(lowered)}"
 
 
@@ -300,7 +301,7 @@ EMITTED_INVARIANTS: tuple[Invariant[_Lowered], ...] = (
     Invariant("no dead collective", "something reads what a collective gives", _unused_collectives),
     Invariant(
         "reshards",
-        "each planned reshard stands in the graph once, or once in each loop, and no other does",
+        "each planned reshard stands in the graph once, or once in each loop or half, and no other does",
         _reshards_unlike_plan,
     ),
     Invariant("local shapes", "values have the local shapes of their shardings", _shapes_unlike_shardings),

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart
+from autopar.lowering.modules.halves import HalvesResult, ReshardEnd
 from autopar.lowering.modules.host_copies import OffloadedOps
 from autopar.lowering.modules.late_weights import LateProduct
 from autopar.lowering.modules.micro_loop import MicroBatchLoop, MicroBatchSlice, MicroBatchZeros
@@ -164,6 +165,10 @@ class _ShapeRun:
         if isinstance(module, ReshardModule):
             (found,) = self._reshards(node, (module.conversion,), given[:1])
             return found
+        if isinstance(module, ReshardEnd):
+            return given[0]
+        if isinstance(module, HalvesResult):
+            return None if any(one is None for one in given) else module(*given)
         if isinstance(module, JoinedSums):
             return self._reshards(node, module.conversions, given)
         if isinstance(module, BucketStart):

@@ -38,7 +38,7 @@ def with_speeds(graph: NamedGraph, layout: Layout, axes: SubMesh, cluster: Clust
         if term.by == "speed" and rule.dims[0] in graph.dims and all(axis in axes for axis in term.axes):
             speeds |= speeds_along(graph, rule.dims[0], term.axes, axes, cluster, links)
     micro = layout.micro_batches
-    return by_numbers(graph, layout, axes, speeds, 1 if micro is None else micro.count)
+    return by_numbers(graph, layout, axes, speeds, 1 if micro is None else micro.parts)
 
 
 def with_replica_speeds(cluster: Cluster, graph: NamedGraph, drift: Drift, dim: str) -> Drift:
@@ -136,7 +136,7 @@ def _own_shares(
     # A rule about the dim says how it is split.
     terms = (term for one in layout for rule in rules_of(one) if dim in rule.dims for term in rule.place.terms)
     named = {axis for term in terms if isinstance(term, SplitTerm) for axis in term.axes}
-    count = 1 if layout.micro_batches is None else layout.micro_batches.count
+    count = 1 if layout.micro_batches is None else layout.micro_batches.parts
     speeds = speeds_along(marked(graph, dim), dim, inside, axes, cluster, options.links)
     found: dict[str, tuple[int, ...]] = {}
     for axis in speeds.keys() - named:

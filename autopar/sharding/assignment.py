@@ -64,6 +64,8 @@ class Assignment:
     # By the module path of a repeated layer; layers that recompute nothing are left out.
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     pipelining: Pipelining | None = None
+    # Each micro-batch runs as two halves side by side, which are parts along the axis of time.
+    halves: bool = False
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ def with_default_micro(graph: NamedGraph, layout: Layout, axes: SubMesh) -> Layo
     stages, bound = axes[pipeline.axis], BoundLayout(graph, layout, without_stages(layout, axes))
     rows = gcd(*(count for name in graph.inputs for count in _rows(bound, graph.tensors[name], asked.dim)))
     each = stages if pipeline.schedule == "interleaved" else 1
-    counts = [one for one in asked.candidates or range(2, rows + 1) if one > 1 and rows % one == one % each == 0]
+    parts = 2 if asked.halves else 1
+    numbers = asked.candidates or range(2, rows + 1)
+    counts = [one for one in numbers if one > 1 and rows % (parts * one) == one % each == 0]
     if not counts:
         said = f"{rows} on a rank" if rows else "which no input has"
         message = (
@@ -81,7 +83,7 @@ def with_default_micro(graph: NamedGraph, layout: Layout, axes: SubMesh) -> Layo
         fix = f"give a batch of {2 * stages} for each rank, or name its dim, as in 'micro {2 * stages} of images'"
         raise layout_error("E4", message, fix, asked.span or pipeline.span)
     count = min((one for one in counts if one >= 2 * stages), default=max(counts))
-    return layout.with_micro_batches(MicroBatches(count, asked.dim, asked.span or pipeline.span))
+    return layout.with_micro_batches(MicroBatches(count, asked.dim, asked.halves, asked.span or pipeline.span))
 
 
 def _rows(bound: BoundLayout, tensor: NamedTensor, batch: str) -> Iterator[int]:
@@ -121,6 +123,9 @@ def check_pipeline(layout: Layout, axes: SubMesh) -> None:
     if pipeline.schedule == "interleaved" and micro.count % stages:
         message = f"micro {micro.count} does not interleave on {stages} stages: expected a multiple of {stages}"
         raise layout_error("E4", message, f"write 'micro {-(-micro.count // stages) * stages}'", pipeline.span)
+    if micro.halves:
+        message = "the stages of a pipeline run whole micro-batches, and the layout has halves"
+        raise layout_error("E5", message, f"write 'micro {micro.count}', or no pipeline", micro.span)
     parts = stages * pipeline.chunks
     if cut is not None and cut.before and len(cut.before) != parts - 1:
         what = f"{stages} stages of {pipeline.chunks} parts" if pipeline.chunks > 1 else f"{stages} stages"

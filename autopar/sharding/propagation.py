@@ -68,11 +68,12 @@ def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: Propagati
     """Return the assignment of a graph under a layout."""
     layout = _with_micro_batches(graph, layout, axes)
     check_pipeline(layout, axes)
-    count = 1 if layout.micro_batches is None else layout.micro_batches.count
+    micro = layout.micro_batches
+    count, halves = (1, False) if micro is None else (micro.parts, micro.halves)
     graph, ranks = with_shares(graph, layout, axes, count)
     axes = with_time(without_stages(layout, ranks), count)
     bound = BoundLayout(graph, layout, axes)
-    in_time = tuple(axes.items()), axes.shares, layout.pipeline, layout.cut, layout.part_pins
+    in_time = tuple(axes.items()), halves, axes.shares, layout.pipeline, layout.cut, layout.part_pins
     shared = cache is not None
     cache = (cache or PropagationCache()).in_time.setdefault(in_time, PropagationCache())
     options = options_of(bound.whole, axes)
@@ -81,7 +82,8 @@ def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: Propagati
     if key is not None and key in cache.assignments:
         return cache.assignments[key]
     found = _HoleFiller(bound, options, cache).run() if options else _Propagation(bound, cache).run()
-    found = with_stages(graph, layout, ranks, lift_broadcasts(graph, found, bound.pinned_ops()))
+    found = replace(lift_broadcasts(graph, found, bound.pinned_ops()), halves=halves)
+    found = with_stages(graph, layout, ranks, found)
     if verifying():
         verify_assignment(graph, found)
     if key is not None:

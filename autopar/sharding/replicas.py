@@ -81,7 +81,7 @@ def split_replicas(layout: Layout, mesh: Mesh) -> tuple[Layout, Drift | None]:
         return layout, None
     _check_axes(layout, statement, mesh)
     micro = layout.micro_batches
-    drift = Drift(statement, mesh, 1 if micro is None else micro.count)
+    drift = Drift(statement, mesh, 1 if micro is None else micro.parts)
     if statement.servers > drift.replicas:
         message = f"server({statement.servers}) needs a replica for each server, and there are {drift.replicas}"
         raise layout_error("E4", message, f"write 'server({drift.replicas})' or less", statement.span)

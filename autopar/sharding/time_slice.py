@@ -31,6 +31,7 @@ __all__ = [
     "propagate_plan",
     "sites_in_time",
     "slice_in_time",
+    "slice_of_half",
     "step_plan",
     "time_assignment",
 ]
@@ -40,7 +41,16 @@ _SLICES: WeakKeyDictionary[NamedGraph, dict[MicroBatches, NamedGraph]] = WeakKey
 
 
 def slice_in_time(graph: NamedGraph, micro: MicroBatches) -> NamedGraph:
-    """Return the graph of one micro-batch; equal requests share it."""
+    """Return the graph of one micro-batch, with both of its halves; equal requests share it."""
+    return _slice(graph, replace(micro, halves=False))
+
+
+def slice_of_half(graph: NamedGraph, micro: MicroBatches) -> NamedGraph | None:
+    """Return the graph of half a micro-batch, where the halves run side by side; None where they do not."""
+    return _slice(graph, MicroBatches(micro.parts, micro.dim)) if micro.halves else None
+
+
+def _slice(graph: NamedGraph, micro: MicroBatches) -> NamedGraph:
     known = _SLICES.setdefault(graph, {})
     if micro not in known:
         known[micro] = _sliced(graph, time_assignment(graph, micro), micro.count)
@@ -157,9 +167,11 @@ def propagate_plan(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: Prop
 
 def step_plan(graph: NamedGraph, layout: Layout, assignment: Assignment) -> StepPlan:
     """Return the plan of an assignment that a layout completes."""
-    count, named = assignment.axes.get(MICRO, 1), layout.micro_batches or layout.open_micro_batches
+    parts, named = assignment.axes.get(MICRO, 1), layout.micro_batches or layout.open_micro_batches
     # Propagation chooses the number where the layout names stages alone.
-    runs = MicroBatches(count, "batch" if named is None else named.dim) if count > 1 else None
+    runs, dim = None, "batch" if named is None else named.dim
+    if parts > 1:
+        runs = MicroBatches(parts // 2 if assignment.halves else parts, dim, assignment.halves)
     return StepPlan(graph.fingerprint, _without_micro(assignment), micro=runs)
 
 

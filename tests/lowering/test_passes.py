@@ -82,6 +82,7 @@ PASSES: dict[str, tuple[str, Callable[[], NamedGraph], str, dict[str, Any]]] = {
     "bucket_parameters": ("put_in_buckets", blocks, "batch -> dp; * -> none; param { * -> dp | none }", {}),
     "rank_check": ("put_gate", blocks, "batch -> dp; * -> none; param { * -> dp | none }", {"gate": Gate()}),
     "micro_batches": ("loop_micro_batches", classifier, "micro 2; batch -> dp; * -> none", {}),
+    "side_by_side": ("loop_micro_batches", classifier, "micro 1 halves; features -> dp; * -> none", {}),
     "loop_buckets": ("put_in_loops", blocks, "micro 2; batch -> dp; * -> none; param { * -> dp | none }", {}),
     "pipeline_parts": (
         "loop_micro_batches",

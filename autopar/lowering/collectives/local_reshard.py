@@ -14,7 +14,7 @@ Libraries of collectives know a few dtypes; tensors of all others are sent as by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
@@ -70,6 +70,31 @@ class LocalReshard:
     def __call__(self, x: Tensor) -> Tensor:
         return convert(x, self)
 
+    def begin(self, x: Tensor, backward: bool = False) -> Callable[[], Tensor]:
+        """Run the steps up to the last collective, and start that; the function that is returned ends the reshard."""
+        moves = self.backward if backward else self.forward
+        shape = self.shape if backward else self.result_shape
+        last = last_sending(moves)
+        if last is None:
+            return lambda: _run(x, self, backward)
+        x = x.reshape(moves[0].before)
+        for move in moves[:last]:
+            x = run_step(move, x)
+        arrival = begin_step(moves[last], x)
+
+        def arrive() -> Tensor:
+            found = arrival()
+            for move in moves[last + 1 :]:
+                found = run_step(move, found)
+            return found.reshape(shape)
+
+        return arrive
+
+
+def last_sending(moves: Sequence[LocalStep]) -> int | None:
+    """Return the place of the last step that sends."""
+    return max((place for place, move in enumerate(moves) if not move.local), default=None)
+
 
 def convert(x: Tensor, conversion: LocalReshard, backward: bool = False) -> Tensor:
     """Return the tensor in its new sharding, differentiable if `x` is; `backward` converts a gradient."""
@@ -118,10 +143,36 @@ def _exchange(move: LocalStep, x: Tensor) -> Tensor:
     if move.kind in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER) and wide != x.dtype:
         return restored(_exchange(move, x.to(wide)), x.dtype)
     buffer = prepare(move, x)
-    if buffer.numel() == 0 and move.kind is not StepKind.ALL_TO_ALL:
-        # The whole tensor is empty, so it is on all members of the group, and none of them sends.
+    if _is_empty(move, buffer):
         return x.new_zeros(move.after)
     return finish(move, sent_and_received(move, buffer))
+
+
+def _is_empty(move: LocalStep, buffer: Tensor) -> bool:
+    """Return whether the whole tensor is empty: it is so on all members of the group, and none of them sends."""
+    return buffer.numel() == 0 and move.kind is not StepKind.ALL_TO_ALL
+
+
+def begin_step(move: LocalStep, x: Tensor) -> Callable[[], Tensor]:
+    """Start the collective of a step; the function that is returned waits for its result."""
+    wide = summed_in(x.dtype)
+    if move.kind in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER) and wide != x.dtype:
+        arrival = begin_step(move, x.to(wide))
+        return lambda: restored(arrival(), x.dtype)
+    buffer = prepare(move, x)
+    if _is_empty(move, buffer):
+        return lambda: x.new_zeros(move.after)
+    with torch._C._AutoDispatchBelowAutograd():
+        sent = send(move, buffer)
+
+    def arrive() -> Tensor:
+        nonlocal buffer
+        with torch._C._AutoDispatchBelowAutograd():
+            found: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+        del buffer  # the library reads it until then
+        return finish(move, found)
+
+    return arrive
 
 
 def sent_and_received(move: LocalStep, buffer: Tensor) -> Tensor:

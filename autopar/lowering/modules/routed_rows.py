@@ -7,7 +7,7 @@ them: it is made once for a routing, by an all-to-all of counts, and serves all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -122,12 +122,22 @@ def _blocks(lengths: Tensor, order: Tensor, total: int) -> Tensor:
 
 
 def _send(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    return _sent(x, received, sent, group)()
+
+
+def _sent(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Callable[[], Tensor]:
+    """Start to send; the function that is returned waits."""
     ops = torch.ops._c10d_functional
     x = x.contiguous()
     known = is_known(x.dtype, gathered=False)
     given = x if known else as_bytes(x)
-    exchanged: Tensor = ops.wait_tensor(ops.all_to_all_single(given, list(received), list(sent), group))
-    return exchanged if known else exchanged.view(x.dtype)
+    begun = ops.all_to_all_single(given, list(received), list(sent), group)
+
+    def arrive() -> Tensor:
+        exchanged: Tensor = ops.wait_tensor(begun)
+        return exchanged if known else exchanged.view(x.dtype)
+
+    return arrive
 
 
 def _swap_counts(sent: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor]:
@@ -236,16 +246,22 @@ class ExchangePlaces(nn.Module):
 
 def _routed(x: Tensor, exchange: Exchanged, index: Tensor, group: str, back: bool) -> Tensor:
     """Send rows over an exchange, or back over it; `index` has the rows that stood before."""
+    if not torch.compiler.is_compiling():
+        return _begin_routed(x, exchange, group, back)()
     first, last = (exchange.after_inverse, exchange.before_inverse) if back else (exchange.before, exchange.after)
-    skipped = exchange.before.shape[0] == 0 and not torch.compiler.is_compiling()
+    like = index if back else exchange.after
+    x = torch.ops.autopar.exchange_rows.default(x.index_select(0, first), exchange.sizes, like, group, back)
+    return x.index_select(0, last)
+
+
+def _begin_routed(x: Tensor, exchange: Exchanged, group: str, back: bool) -> Callable[[], Tensor]:
+    """Start to send rows over an exchange, or back over it; the function that is returned waits."""
+    first, last = (exchange.after_inverse, exchange.before_inverse) if back else (exchange.before, exchange.after)
+    skipped = exchange.before.shape[0] == 0
     x = x if skipped and not back else x.index_select(0, first)
-    if torch.compiler.is_compiling():
-        like = index if back else exchange.after
-        x = torch.ops.autopar.exchange_rows.default(x, exchange.sizes, like, group, back)
-    else:
-        sent, received = exchange.sizes.tolist()
-        x = _send(x, sent, received, group) if back else _send(x, received, sent, group)
-    return x if skipped and back else x.index_select(0, last)
+    sent, received = exchange.sizes.tolist()
+    arrival = _sent(x, sent, received, group) if back else _sent(x, received, sent, group)
+    return arrival if skipped and back else lambda: arrival().index_select(0, last)
 
 
 # -- reshards ----------------------------------------------------------------------------------------------------------
@@ -259,6 +275,11 @@ class _RoutedStep:
     # Number of the exchange among those of the module, and the direction.
     exchange: int | None = None
     back: bool = False
+
+    def begin(self, x: Tensor, exchanges: Sequence[tuple[Exchanged, Tensor]]) -> Callable[[], Tensor]:
+        """Start to send rows over the exchange."""
+        assert self.exchange is not None, "other steps run at once"
+        return _begin_routed(x, exchanges[self.exchange][0], self.step.group, self.back)
 
     def run(self, x: Tensor, exchanges: Sequence[tuple[Exchanged, Tensor]]) -> Tensor:
         if self.exchange is not None:
@@ -303,13 +324,31 @@ class RoutedReshardModule(ReshardModule):
         return self.run(x, False, tensors)
 
     def run(self, x: Tensor, backward: bool, tensors: Sequence[Tensor]) -> Tensor:
-        width = len(Exchanged._fields) + 1
-        parts = [tensors[i : i + width] for i in range(0, len(tensors), width)]
-        exchanges = [(Exchanged(*part[:-1]), part[-1]) for part in parts]
-        for step in self.backward_steps if backward else self.forward_steps:
+        return self._from(x, 0, backward, _exchanges(tensors))
+
+    def begin(self, x: Tensor, backward: bool, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+        exchanges, steps = _exchanges(tensors), self.backward_steps if backward else self.forward_steps
+        last = max((place for place, step in enumerate(steps) if step.exchange is not None), default=-1)
+        if last < 0:
+            return lambda: self._from(x, 0, backward, exchanges)
+        for step in steps[:last]:
+            x = step.run(x, exchanges)
+        arrival = steps[last].begin(x, exchanges)
+        return lambda: self._from(arrival(), last + 1, backward, exchanges)
+
+    def _from(self, x: Tensor, first: int, backward: bool, exchanges: Sequence[tuple[Exchanged, Tensor]]) -> Tensor:
+        """Run all steps from one on."""
+        for step in (self.backward_steps if backward else self.forward_steps)[first:]:
             x = step.run(x, exchanges)
         shape = self.conversion.shape if backward else self.conversion.result_shape
         return x.reshape(x.shape[0], *shape[1:])
+
+
+def _exchanges(tensors: Sequence[Tensor]) -> list[tuple[Exchanged, Tensor]]:
+    """Return the exchanges that a reshard is called with, each with the rows that stood before it."""
+    width = len(Exchanged._fields) + 1
+    parts = [tensors[i : i + width] for i in range(0, len(tensors), width)]
+    return [(Exchanged(*part[:-1]), part[-1]) for part in parts]
 
 
 class _RoutedFunction(torch.autograd.Function):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
 from typing import Any
 
@@ -31,6 +31,10 @@ class ReshardModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conversion(x)
+
+    def begin(self, x: Tensor, backward: bool, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Start to send; the function that is returned waits for the result. Neither is differentiated."""
+        return self.conversion.begin(x, backward)
 
     def extra_repr(self) -> str:
         return str(self.conversion.reshard)

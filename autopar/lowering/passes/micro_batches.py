@@ -116,6 +116,8 @@ def begin_mark(
 
 # Make the module of a body from its graph and the modules that it calls.
 Finish = Callable[[Graph, dict[str, nn.Module]], GraphModule]
+# Make the body of both halves of a micro-batch, and how its results join, from the body of one.
+Double = Callable[[Graph, dict[str, nn.Module], Sequence[LoopResult]], tuple[Graph, tuple[LoopResult, ...]]]
 
 
 def loop_micro_batches(
@@ -125,13 +127,15 @@ def loop_micro_batches(
     regathered: frozenset[str],
     finish: Finish,
     stages: StageCut | None = None,
+    double: Double | None = None,
 ) -> Graph:
     """Return the graph with a loop for each group of values that leave the micro-batches; `graph` is taken apart.
 
-    `regathered`: placeholders of parameters that each micro-batch gathers and frees. With `stages` a loop over ops
-    with parameters runs the parts of this rank's stage.
+    `count`: parts of the batch. `regathered`: placeholders of parameters that each micro-batch gathers and frees. With
+    `stages` a loop over ops with parameters runs the parts of this rank's stage. With `double` a micro-batch has two
+    parts, which run side by side.
     """
-    return _Looping(graph, modules, count, regathered, finish, stages).run()
+    return _Looping(graph, modules, count, regathered, finish, stages, double).run()
 
 
 def _gathers(module: ReshardModule) -> bool:
@@ -149,8 +153,10 @@ class _Looping:
         regathered: frozenset[str],
         finish: Finish,
         stages: StageCut | None,
+        double: Double | None,
     ) -> None:
         self.graph = graph
+        self.double = double
         self.stages = stages
         self.regathered = regathered
         self.finish = finish
@@ -296,6 +302,9 @@ class _Looping:
             origins = {values[one]: self._origin(one, self.stages) for one in inputs}
             found, read = cut_in_parts(inner, called, self.stages, joins, origins, self.count, len(absent), self.finish)
             self.modules[name] = found
+        elif self.double is not None:
+            inner, joins = self.double(inner, called, joins)
+            self.modules[name] = MicroBatchLoop(self.finish(inner, called), self.count // 2, joins)
         else:
             self.modules[name] = MicroBatchLoop(self.finish(inner, called), self.count, joins)
         arguments = (*(self.copies[inputs[place]] for place in read), *absent)

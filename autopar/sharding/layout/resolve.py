@@ -16,7 +16,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import POSITION, Specificity, glob_matches, matches, specificity
 from autopar.sharding.layout.source import SourceSpan, layout_error
-from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, SplitTerm
+from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, MicroBatches, NotSplit, Pin, Scope, SplitTerm
 from autopar.sharding.sharding import MICRO, HasAtoms, longest, splits_evenly
 
 # The axes that split each atom; None where the layout leaves an atom open.
@@ -77,26 +77,29 @@ def _split_in_time(layout: Layout, tensor: HasAtoms, kind: str, wanted: SplitReq
             continue
         own = found[i]
         ranks = prod(axes[axis] for axis in own or ())
-        is_even = splits_evenly(atom.size // micro.count, own or (), axes, atom.by_share)
-        if atom.size % micro.count == 0 and is_even and atom.size:
+        is_even = splits_evenly(atom.size // micro.parts, own or (), axes, atom.by_share)
+        if atom.size % micro.parts == 0 and is_even and atom.size:
             found[i] = (MICRO, *(own or ())) if own is not None or kind == "input" else None
         elif kind == "input":
             over = f" over {'*'.join(own)} = {ranks}" if own else ""
+            apart = " in halves" if micro.halves else ""
             raise layout_error(
                 "E4",
-                f"the dim '{micro.dim}' of {tensor.name} is {atom.size}: micro {micro.count}{over} does not divide it",
-                _fix_of_batch(atom.size, ranks, micro.count),
+                f"the dim '{micro.dim}' of {tensor.name} is {atom.size}: micro {micro.count}{apart}{over} does not "
+                "divide it",
+                _fix_of_batch(atom.size, ranks, micro),
                 micro.span,
             )
     return tuple(found)
 
 
-def _fix_of_batch(batch: int, ranks: int, count: int) -> str:
+def _fix_of_batch(batch: int, ranks: int, micro: MicroBatches) -> str:
     """Return the numbers of micro-batches nearest to a wrong one, and the batches that it divides."""
-    rows = 0 if batch % ranks else batch // ranks
-    fitting = sorted((one for one in range(2, rows + 1) if rows % one == 0), key=lambda one: abs(one - count))
-    numbers = " or ".join(f"'micro {one}'" for one in sorted(fitting[:2]))
-    return f"{f'write {numbers}, or ' if numbers else ''}give a batch of a multiple of {count * ranks}"
+    rows, each = 0 if batch % ranks else batch // ranks, 2 if micro.halves else 1
+    counts = (one for one in range(2 // each, rows // each + 1) if rows % (each * one) == 0)
+    fitting = sorted(counts, key=lambda one: abs(one - micro.count))
+    numbers = " or ".join(f"'micro {one}{' halves' * micro.halves}'" for one in sorted(fitting[:2]))
+    return f"{f'write {numbers}, or ' if numbers else ''}give a batch of a multiple of {micro.parts * ranks}"
 
 
 def _claims(layout: Layout, tensor: HasAtoms, kind: str) -> list[_AxisClaim]:

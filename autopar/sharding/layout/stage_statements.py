@@ -13,7 +13,7 @@ from autopar.sharding.schedules import SCHEDULES
 __all__ = ["STAGE_WORDS", "begins_stages", "read_stages"]
 
 STAGE_WORDS = ("micro", "pipeline", "cut")
-MICRO = "write it as in 'micro 8', or 'micro 8 of images' where the batch has another name"
+MICRO = "write it as in 'micro 8', 'micro 8 of images' where the batch has another name, or 'micro 8 halves'"
 PIPELINE = "write it as in 'pipeline pp 1f1b', or with 1f1b(+1), gpipe, interleaved(2) or zero_bubble"
 CUT = "write it as in 'cut pp before @blocks.2, @blocks.4'"
 
@@ -39,8 +39,8 @@ def _micro(words: TokenReader, keyword: Token) -> MicroBatches | OpenMicroBatche
     words.form = MICRO
     if words.accept("?"):
         among = words.listed(lambda: _micro_count(words), "}", "numbers of micro-batches") if words.accept("{") else ()
-        return OpenMicroBatches(among, _batch_dim(words), keyword.span)
-    return MicroBatches(_micro_count(words), _batch_dim(words), keyword.span)
+        return OpenMicroBatches(among, _batch_dim(words), _accepts(words, "halves"), keyword.span)
+    return MicroBatches(_micro_count(words), _batch_dim(words), _accepts(words, "halves"), keyword.span)
 
 
 def _micro_count(words: TokenReader) -> int:
@@ -52,10 +52,15 @@ def _micro_count(words: TokenReader) -> int:
 
 
 def _batch_dim(words: TokenReader) -> str:
-    if not (words.is_a("name") and words.token.text == "of"):
-        return "batch"
-    words.advance()
-    return words.expect_dim("the dim of the batch")
+    return words.expect_dim("the dim of the batch") if _accepts(words, "of") else "batch"
+
+
+def _accepts(words: TokenReader, name: str) -> bool:
+    """Return whether the next word is a name, and pass over it if so."""
+    found = words.is_a("name") and words.token.text == name
+    if found:
+        words.advance()
+    return found
 
 
 def _pipeline(words: TokenReader, keyword: Token) -> PipelineStatement:

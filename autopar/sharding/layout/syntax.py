@@ -179,11 +179,20 @@ class Same:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """`micro 8`: the batch of a call runs as eight micro-batches, one after the other; `micro 8 of images`."""
+    """`micro 8`: the batch of a call runs as eight micro-batches, one after the other; `micro 8 of images`.
+
+    `micro 8 halves` runs each as two halves side by side: what one half sends is on its way while the other computes.
+    """
 
     count: int
     dim: str = "batch"
+    halves: bool = False
     span: SourceSpan | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def parts(self) -> int:
+        """Return the number of parts of the batch that run the graph of the model."""
+        return 2 * self.count if self.halves else self.count
 
 
 @dataclass(frozen=True)
@@ -192,6 +201,7 @@ class OpenMicroBatches:
 
     candidates: tuple[int, ...] = ()
     dim: str = "batch"
+    halves: bool = False
     span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
@@ -341,11 +351,11 @@ def print_statement(statement: Statement) -> str:
             return f"strategy {name}" + ("" if description is None else f' "{escaped}"')
         case MeshStatement(mesh):
             return f"mesh {', '.join(map(str, mesh.declared))}"
-        case MicroBatches(count, dim):
-            return f"micro {count}" + ("" if dim == "batch" else f" of {dim}")
-        case OpenMicroBatches(candidates, dim):
+        case MicroBatches(count, dim, halves):
+            return f"micro {count}" + ("" if dim == "batch" else f" of {dim}") + (" halves" if halves else "")
+        case OpenMicroBatches(candidates, dim, halves):
             among = f"{{{', '.join(map(str, candidates))}}}" if candidates else ""
-            return f"micro ?{among}" + ("" if dim == "batch" else f" of {dim}")
+            return f"micro ?{among}" + ("" if dim == "batch" else f" of {dim}") + (" halves" if halves else "")
         case PipelineStatement(axis, is_open=True):
             return f"pipeline {axis} ?"
         case CutStatement(axis, ()):
