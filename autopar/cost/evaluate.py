@@ -378,7 +378,12 @@ def _communication(every: Sequence[Profile], micro_batches: int) -> tuple[Commun
     for task in (task for found in every for task in found):
         if task.sends:
             times = 1 if task.once else micro_batches
-            key = task.kind, task.axes, str(task.direction), "parameters" if task.overlapped else "values"
+            is_parameter = task.overlapped and not task.of_halves
+            key = task.kind, task.axes, str(task.direction), "parameters" if is_parameter else "values"
             count, size, seconds = totals.get(key, (0, 0.0, 0.0))
-            totals[key] = count + times, size + times * task.bytes, seconds + times * task.seconds
+            totals[key] = (
+                count + times * (2 if task.of_halves else 1),
+                size + times * task.bytes,
+                seconds + times * task.seconds,
+            )
     return tuple(CommunicationCosts(*key, *total) for key, total in totals.items())

@@ -34,7 +34,7 @@ from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan, ins
 from autopar.sharding.schedules import StageOrders, orders
 from autopar.sharding.sharding import Sharding
 from autopar.sharding.shares import marked_for
-from autopar.sharding.time_slice import gathered_once, slice_in_time
+from autopar.sharding.time_slice import gathered_once, slice_in_time, slice_of_half
 
 # A value in one of its shardings.
 Version = tuple[str, Sharding]
@@ -62,6 +62,8 @@ class LoweredStep:
     call: NamedGraph | None = None
     # The stage whose memory is asked for; None for a rank that runs all ops.
     stage: int | None = None
+    # The graph of half a micro-batch, where its halves run side by side.
+    half: NamedGraph | None = None
 
     @cached_property
     def reshard_plan(self) -> ReshardPlan:
@@ -351,7 +353,8 @@ def lower_step(graph: NamedGraph, plan: StepPlan) -> LoweredStep:
         return LoweredStep(graph, plan)
     sliced = slice_in_time(graph, plan.micro)
     options = replace(plan.options, micro_batches=plan.micro.count)
-    return LoweredStep(sliced, StepPlan(sliced.fingerprint, gathered_once(plan.assignment), options), graph)
+    whole = StepPlan(sliced.fingerprint, gathered_once(plan.assignment), options)
+    return LoweredStep(sliced, whole, graph, half=slice_of_half(graph, plan.micro))
 
 
 @dataclass(frozen=True)

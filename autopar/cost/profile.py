@@ -68,7 +68,13 @@ class _Profiler:
         plan = self.plan = self.step.plan
         self.graph, self.reshard_plan = self.step.graph, self.step.reshard_plan
         self.tasks = TaskBuilder(
-            self.graph, self.cluster, plan.axes, plan.options.links, plan.options.compiled, plan.options.precision
+            self.graph,
+            self.cluster,
+            plan.axes,
+            plan.options.links,
+            plan.options.compiled,
+            plan.options.precision,
+            self.step.half,
         )
         if plan.assignment.pipelining is not None:
             self.tasks.on_mesh(plan.assignment.pipelining.mesh)
@@ -89,9 +95,9 @@ class _Profiler:
     def run(self) -> Profile:
         inputs, outputs = self.reshard_plan.inputs.values(), self.reshard_plan.outputs
         forward, backward = self._ops(self.graph.nodes)
-        before = [task for one in inputs for task in self.tasks.reshard(one, "forward")]
-        after = [task for one in outputs for task in self.tasks.reshard(one, "forward")]
-        first = [task for one in outputs for task in self.tasks.reshard(one, "backward")]
+        before = [task for one in inputs for task in self.tasks.reshard(one, "forward", of_ops=False)]
+        after = [task for one in outputs for task in self.tasks.reshard(one, "forward", of_ops=False)]
+        first = [task for one in outputs for task in self.tasks.reshard(one, "backward", of_ops=False)]
         optimizer, copies = self._optimizer(self.graph.parameters), self._copies(self.graph.nodes)
         return Profile((*before, *forward, *after), (*first, *backward), optimizer, self._model_flops(), copies)
 
@@ -173,7 +179,10 @@ class _Profiler:
             yield from self.tasks.reshard(one, "forward", direction)
 
     def _taken(self, node: NamedNode, work: OpWork, direction: Direction) -> Iterator[Task]:
-        for one in self._value_reshards(self.reshard_plan.ops[node.name]):
+        reshards = self.reshard_plan.ops[node.name]
+        for one in self._value_reshards(reshards):
+            yield from self.tasks.reshard(one, "forward", direction)
+        for one in reshards.inside:
             yield from self.tasks.message(one, "forward", work, direction)
 
     def _rerun(self, node: NamedNode, work: OpWork) -> Iterator[Task]:
@@ -197,8 +206,10 @@ class _Profiler:
         yield from self.tasks.op(node.name, "backward", work.backward - work.weights if late else work.backward)
         for task in self.tasks.op(f"weights of {node.name}", "backward", work.weights) if late else ():
             yield task._replace(is_late=True)
-        for one in reversed(self._value_reshards(reshards)):
+        for one in reversed(reshards.inside):
             yield from self.tasks.message(one, "backward", work)
+        for one in reversed(self._value_reshards(reshards)):
+            yield from self.tasks.reshard(one, "backward")
         for name in dict.fromkeys(node.operands):
             if name is not None and self.graph.tensors[name].requires_grad:
                 yield from (task._replace(is_late=name in late) for task in self._gradient_sums(name, node))
@@ -206,14 +217,16 @@ class _Profiler:
             yield from self._bucket(bucket, "backward")
 
     def _value_reshards(self, reshards: OpReshards) -> tuple[InsertedReshard, ...]:
-        """Return the reshards of values before an op, and the messages of the op itself."""
-        before = (one for one in reshards.before if self.graph.tensors[one.tensor].kind != "param")
-        return (*before, *reshards.inside)
+        """Return the reshards of values before an op."""
+        return tuple(one for one in reshards.before if self.graph.tensors[one.tensor].kind != "param")
 
     def _gradient_sums(self, name: str, node: NamedNode) -> Iterator[Task]:
         plan, use = self.plan, (name, self.stages[node.name])
         # The backward runs in reverse: the last use has the first gradient, all others add to it.
-        if self.last_use[use] != node.name:
+        sums = int(self.last_use[use] != node.name)
+        if self.step.half is not None and self.graph.tensors[name].kind == "param":
+            sums += 1  # both halves have a gradient
+        for _ in range(sums):
             yield self.tasks.gradient_sum(name, plan.assignment.values[name])
         if self.graph.tensors[name].kind != "param" or self.first_use[use] != node.name:
             return

@@ -1,4 +1,4 @@
-"""Time of the steps of reshards on one mesh: of values, which ops wait for, and of buckets of parameters."""
+"""Time of the steps of reshards on one mesh: of values, and of buckets of parameters."""
 
 from __future__ import annotations
 
@@ -28,11 +28,19 @@ class ReshardCosts:
     # Host seconds to launch one kernel of the program.
     launch_seconds: float
 
-    def value_steps(self, steps: Sequence[StepSize], itemsize: float, share: float = 1.0) -> list[StepCost]:
-        """Return the cost of each step of a value's reshard; ops wait for all of them.
+    def value_steps(
+        self, steps: Sequence[StepSize], itemsize: float, share: float = 1.0, parts: int = 1
+    ) -> list[StepCost]:
+        """Return the cost of each step of a value's reshard.
 
-        `share` is the value's part of an all-reduce that adds up several small tensors.
+        `share` is the value's part of an all-reduce that adds up several small tensors. The value is sent in `parts`.
         """
+        if parts > 1:
+            smaller = [step._replace(numel=step.numel / parts, larger=step.larger / parts) for step in steps]
+            return [
+                StepCost(step, parts * one.bytes, parts * one.seconds, parts * one.host_seconds)
+                for step, one in zip(steps, self.value_steps(smaller, itemsize, share), strict=True)
+            ]
         found = []
         for step in steps:
             if step.local:

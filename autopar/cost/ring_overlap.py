@@ -23,18 +23,21 @@ class RingTraffic(NamedTuple):
 
 
 def ring_traffic(
-    one: InsertedReshard, way: str, work_seconds: float, costs: ReshardCosts, overlap: OverlapCost
+    one: InsertedReshard, way: str, work_seconds: float, costs: ReshardCosts, overlap: OverlapCost, parts: int = 1
 ) -> Iterator[RingTraffic]:
-    """Yield the hops of a direction; `work_seconds` are those of the op on the keys of all ranks."""
+    """Yield the hops of a direction; `work_seconds` are those of the op on the keys of all ranks.
+
+    Keys of several `parts` pass one after the other.
+    """
     steps = one.reshard.forward if way == "forward" else one.reshard.backward if one.differentiable else ()
-    beside = [share * work_seconds for share in one.beside]
+    beside = [share * work_seconds / parts for share in one.beside]
     hops = len(beside) - 1
     launch = costs.network.cluster.library.host_seconds.get("send", costs.launch_seconds)
     for step in steps:
         size = float(one.bytes_of(step))
         # In the backward a half of the messages are gradients.
         messages = hops if way == "forward" else 2 * hops
-        hop = costs.network.seconds("send", step.axes, size / messages)
+        hop = costs.network.seconds("send", step.axes, size / messages / parts)
         seconds = 0.0
         for number, own in enumerate(beside):
             # Keys of the next block come, and gradients of the last one go; those of the own keys stay.
@@ -42,4 +45,4 @@ def ring_traffic(
             seconds += overlap.seconds(sent, own)
         # The last gradients go beside nothing.
         seconds += hop if way == "backward" else 0.0
-        yield RingTraffic(step.kind.value, step.axes, size, seconds, messages * launch)
+        yield RingTraffic(step.kind.value, step.axes, size, parts * seconds, parts * messages * launch)

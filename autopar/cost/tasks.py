@@ -20,6 +20,7 @@ from autopar.cost.parameter_passes import ParameterPasses
 from autopar.cost.reshard_costs import ReshardCosts
 from autopar.cost.ring_overlap import ring_traffic
 from autopar.ir.analysis.float8_products import in_float8
+from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import OWN, Precision
 from autopar.ir.values import NamedNode
@@ -44,7 +45,7 @@ class Task(NamedTuple):
     axes: tuple[str, ...] = ()
     bytes: float = 0.0
     flops: float = 0.0
-    # True for parameters, which move in parallel with the compute.
+    # True for parameters, and for values of halves: they move in parallel with the compute.
     overlapped: bool = False
     # True for a task of one micro-batch of the step only.
     once: bool = False
@@ -54,6 +55,8 @@ class Task(NamedTuple):
     is_late: bool = False
     # True for the reduction of a parameter that other stages of a pipeline have gradients of.
     is_tied: bool = False
+    # True for a value that each half of a micro-batch sends.
+    of_halves: bool = False
 
     @property
     def sends(self) -> bool:
@@ -70,6 +73,8 @@ class TaskBuilder(ParameterPasses):
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     compiled: bool = False
     precision: Precision = OWN
+    # The graph of half a micro-batch, where its halves run side by side.
+    half: NamedGraph | None = None
     works: dict[Any, OpWork] = field(default_factory=dict)
     numels: dict[tuple[str, Sharding], float] = field(default_factory=dict)
 
@@ -77,7 +82,12 @@ class TaskBuilder(ParameterPasses):
         self.device = self.cluster.device
         # A compiled module launches its kernels from generated code, without the overhead of Python.
         self.launch = self.device.launch_seconds if self.compiled else self.device.host_seconds
+        self.half_nodes = {} if self.half is None else {node.name: node for node in self.half.nodes}
         self.on_mesh(self.axes)
+
+    def is_halved(self, name: str) -> bool:
+        """Return whether each half of a micro-batch has a part of a value."""
+        return self.half is not None and self.half.tensors[name].shape != self.graph.tensors[name].shape
 
     def on_mesh(self, mesh: SubMesh) -> None:
         """Set the mesh whose links carry the collectives: one stage of a pipeline has a part of its axes."""
@@ -92,10 +102,15 @@ class TaskBuilder(ParameterPasses):
         key = id(footprint), node.op, op_assignment.choice, op_assignment.operands, op_assignment.produced, is_float8
         found = self.works.get(key)
         if found is None:
-            found = self.works[key] = op_work(
-                self.graph, node, op_assignment, footprint, self.axes, self.device, self.precision
-            )
+            found = self.works[key] = self._work(node, op_assignment, footprint)
         return found
+
+    def _work(self, node: NamedNode, op_assignment: OpAssignment, footprint: Footprint) -> OpWork:
+        half = self.half_nodes.get(node.name, node)
+        if self.half is None or half.sizes == node.sizes:
+            return op_work(self.graph, node, op_assignment, footprint, self.axes, self.device, self.precision)
+        smaller = self.half.footprints[node.node]
+        return 2 * op_work(self.half, half, op_assignment, smaller, self.axes, self.device, self.precision)
 
     def op(self, name: str, direction: Direction, work: DirectionWork) -> Iterator[Task]:
         if work is not NO_WORK and work.seconds:
@@ -109,7 +124,9 @@ class TaskBuilder(ParameterPasses):
 
     def gradient_sum(self, name: str, sharding: Sharding) -> Task:
         """Return the addition of a value's gradient to that of another use."""
-        return self.memory_op(f"{name} +=", "backward", 3.0 * local_bytes(self.graph, name, sharding, self.axes))
+        size = 3.0 * local_bytes(self.graph, name, sharding, self.axes)
+        task = self.memory_op(f"{name} +=", "backward", size)
+        return task._replace(host_seconds=2 * task.host_seconds) if self.is_halved(name) else task
 
     def gradient_accumulation(self, name: str, sharding: Sharding) -> Task:
         """Return the addition of a parameter's gradient to that of earlier micro-batches."""
@@ -119,32 +136,38 @@ class TaskBuilder(ParameterPasses):
 
     # -- communication
 
-    def reshard(self, one: InsertedReshard, way: str, direction: Direction | None = None) -> Iterator[Task]:
-        """Yield the steps of a value's reshard, forward or backward; ops wait for all of them."""
+    def reshard(
+        self, one: InsertedReshard, way: str, direction: Direction | None = None, of_ops: bool = True
+    ) -> Iterator[Task]:
+        """Yield the steps of a value's reshard, forward or backward.
+
+        Ops wait for all of them, unless halves run side by side. `of_ops`: not of the inputs and outputs of a step.
+        """
         if way == "backward" and not one.differentiable:
             return
         shown: Direction = direction or ("forward" if way == "forward" else "backward")
         chosen = one.reshard.forward if way == "forward" else one.reshard.backward
         sizes = [StepSize.of(step, one.reshard.atoms, one.reshard.axes) for step in chosen]
         share = self.share(one.tensor) if way == "forward" else 1.0
-        for cost in self.reshard_costs.value_steps(sizes, one.itemsize, share):
+        halved = of_ops and self.is_halved(one.tensor)
+        for cost in self.reshard_costs.value_steps(sizes, one.itemsize, share, 2 if halved else 1):
             kind = "copy" if cost.step.local else cost.step.kind
-            host = cost.host_seconds
-            yield Task(one.tensor, kind, shown, cost.seconds, cost.step.axes, cost.bytes, host_seconds=host)
+            host, beside = cost.host_seconds, halved and not cost.step.local
+            own = one.tensor, kind, shown, cost.seconds, cost.step.axes, cost.bytes
+            yield Task(*own, overlapped=beside, host_seconds=host, of_halves=halved)
 
     def message(
         self, one: InsertedReshard, way: str, work: OpWork, direction: Direction | None = None
     ) -> Iterator[Task]:
-        """Yield a message inside an op; of one that runs beside the op's work, the time that is exposed."""
+        """Yield a message inside an op, which waits; of one beside the op's work, the time that is exposed."""
         if not one.beside:
-            yield from self.reshard(one, way, direction)
+            yield from (task._replace(overlapped=False) for task in self.reshard(one, way, direction))
             return
         shown: Direction = direction or ("forward" if way == "forward" else "backward")
-        own = work.forward if way == "forward" else work.backward
-        for sent in ring_traffic(one, way, own.seconds, self.reshard_costs, OverlapCost.of(self.cluster)):
-            yield Task(
-                one.tensor, sent.kind, shown, sent.seconds, sent.axes, sent.bytes, host_seconds=sent.host_seconds
-            )
+        own, parts = work.forward if way == "forward" else work.backward, 2 if self.is_halved(one.tensor) else 1
+        for sent in ring_traffic(one, way, own.seconds, self.reshard_costs, OverlapCost.of(self.cluster), parts):
+            ends = one.tensor, sent.kind, shown, sent.seconds, sent.axes, sent.bytes
+            yield Task(*ends, host_seconds=sent.host_seconds, of_halves=parts > 1)
 
     def share(self, tensor: str) -> float:
         """Return a tensor's share of a collective that adds up several small tensors; 1 for all others."""

@@ -148,6 +148,8 @@ class _Clock:
         self.events: list[Event] = []
         self.now = 0.0
         self.sent = 0.0
+        # End of what one half of a micro-batch sends while the other computes.
+        self.sent_values = 0.0
         self.copied = 0.0
         self.copies = found.copies
         layers = {op: number for number, one in enumerate(found.copies) for op in one.ops}
@@ -166,6 +168,9 @@ class _Clock:
         for place, task in enumerate(tasks):
             if task.once and not with_once:
                 continue
+            if task.overlapped and task.of_halves:
+                self._send_beside(task, micro_batch)
+                continue
             if not task.overlapped:
                 self._run(task, micro_batch)
                 if place in self.ends:
@@ -174,6 +179,7 @@ class _Clock:
             arrived = self._send(task, ahead, micro_batch)
             ahead = self.now
             self.now = max(self.now, arrived)
+        self.now = max(self.now, self.sent_values)
 
     def backward(self, tasks: Sequence[Task], micro_batch: int, with_once: bool) -> None:
         for place, task in enumerate(tasks):
@@ -181,13 +187,16 @@ class _Clock:
                 continue
             if place in self.begins:
                 self._bring_back(self.begins[place], micro_batch)
-            if task.overlapped:
+            if task.overlapped and task.of_halves:
+                self._send_beside(task, micro_batch)
+            elif task.overlapped:
                 arrived = self._send(task, self.now, micro_batch)
                 # An op waits for the regather of its parameters, but not for the reduction of gradients.
                 if task.direction == "recompute":
                     self.now = max(self.now, arrived)
             else:
                 self._run(task, micro_batch)
+        self.now = max(self.now, self.sent_values)
 
     def _leave(self, layer: int, micro_batch: int) -> None:
         """Copy the tensors of a layer to the host; the device waits for those of the layer before."""
@@ -217,6 +226,11 @@ class _Clock:
     def _run(self, task: Task, micro_batch: int) -> None:
         self.events.append(Event(task, STREAMS[task.sends], self.now, micro_batch))
         self.now += task.seconds
+
+    def _send_beside(self, task: Task, micro_batch: int) -> None:
+        start = max(self.now, self.sent_values)
+        self.events.append(Event(task, STREAMS[1], start, micro_batch))
+        self.sent_values = start + task.seconds
 
     def _send(self, task: Task, earliest: float, micro_batch: int) -> float:
         start = max(earliest, self.sent)

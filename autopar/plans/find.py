@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
@@ -23,6 +24,7 @@ from autopar.plans.best_shape import best_of_shapes, share_of
 from autopar.plans.cluster_here import cluster_here
 from autopar.plans.group_capacity import in_slots
 from autopar.plans.loss_pieces import stated_graph
+from autopar.plans.micro_counts import counts_of, halves_to_try, with_open_micro
 from autopar.plans.plan import Plan, under_layout
 from autopar.plans.refused import closest_of, in_a_micro_batch, with_all_memory, with_its_line
 from autopar.plans.replicas import replicas_of, with_meetings
@@ -160,7 +162,7 @@ def plan_graph(
     if best is None:
         closest = closest_of(refused, len(meshes))
         is_open = isinstance(closest, NoFeasiblePlan) and time.monotonic() < ends
-        smaller = _with_open_micro(graph, meshes, layout) if is_open else None
+        smaller = with_open_micro(graph, meshes, layout) if is_open else None
         if smaller is None:
             raise closest
         try:
@@ -203,25 +205,6 @@ def _proposed(
     return shapes_in_best_order(graph, devices, options.outputs, request.time_limit, search)
 
 
-def _with_open_micro(graph: NamedGraph, meshes: Sequence[Mesh], layout: str | Path | Layout | None) -> Layout | None:
-    """Return the layout with an open number of micro-batches; None if it says one, or no dim is the batch."""
-    said = Layout(()) if layout is None else choose_layout(layout, meshes[0].whole)
-    if said.micro_batches is not None or said.open_micro_batches is not None or said.pipeline is not None:
-        return None
-    counts = tuple(_counts(graph, "batch", several=True))
-    return said.with_micro_batches(OpenMicroBatches(counts)) if counts[-1] > 1 else None
-
-
-def _counts(graph: NamedGraph, dim: str, several: bool) -> list[int]:
-    """Return numbers of micro-batches that divide the batch, each twice the one before or more; `several` omits 1."""
-    batch = graph.dims[dim].size if dim in graph.dims else 1
-    found = [1]
-    for count in range(2, batch + 1):
-        if batch % count == 0 and count >= 2 * found[-1]:
-            found.append(count)
-    return found[1:] if several and len(found) > 1 else found
-
-
 def _in_micro_batches(
     graph: NamedGraph,
     mesh: Mesh,
@@ -238,14 +221,14 @@ def _in_micro_batches(
     if said is None or (said.open_micro_batches is None and not needs_micro_batches(said, mesh.whole)):
         return _on_mesh(graph, mesh, layout, request, progress, seconds, beat_seconds)
     asked = said.open_micro_batches or OpenMicroBatches()
-    counts = asked.candidates or _counts(graph, asked.dim, needs_micro_batches(said, mesh.whole))
+    counts = asked.candidates or counts_of(graph, asked.dim, needs_micro_batches(said, mesh.whole))
     ends, best, refused = time.monotonic() + seconds, None, None
     for number, count in enumerate(counts):
         if refused is not None and best is None:
             if time.monotonic() > ends:
                 break
             request = replace(request, until_one_fits=False)
-        micro = MicroBatches(count, asked.dim, asked.span) if count > 1 else None
+        micro = MicroBatches(count, asked.dim, asked.halves, asked.span) if count > 1 or asked.halves else None
         left = max(seconds / len(counts), (ends - time.monotonic()) / (len(counts) - number))
         left = left if best is not None or refused is None else max(0.0, min(left, ends - time.monotonic()))
         beat = beat_seconds if best is None else min(beat_seconds, best.step_seconds)
@@ -260,6 +243,11 @@ def _in_micro_batches(
     if best is None:
         assert refused is not None, "there is a number of micro-batches"
         raise refused
+    for micro in halves_to_try(best, asked) if said.pipeline is None else ():
+        with suppress(NoFeasiblePlan, LayoutError):
+            left, beat = max(seconds / len(counts), ends - time.monotonic()), min(beat_seconds, best.step_seconds)
+            found = _on_mesh(graph, mesh, said.with_micro_batches(micro), request, progress, left, beat)
+            best = min(best, found, key=lambda plan: plan.step_seconds)
     return best
 
 
@@ -393,7 +381,7 @@ def _plan_of(
 
 def _check_in_time(graph: NamedGraph, micro: MicroBatches | None, schedule: Schedule | None, calls: int) -> None:
     """Raise if the batch of one of the calls of a step cannot be split into these micro-batches."""
-    if micro is None or micro.count == 1:
+    if micro is None or micro.parts == 1:
         return
     if calls > 1:
         raise layout_error(

@@ -21,7 +21,7 @@ from autopar.sharding.choices import Choice, shardings_of
 from autopar.sharding.layout.syntax import MicroBatches, Recompute
 from autopar.sharding.offload import LEAST_BYTES
 from autopar.sharding.options import TrainingOptions
-from autopar.sharding.time_slice import gathered_where_used
+from autopar.sharding.time_slice import gathered_where_used, slice_of_half
 from autopar.solver.model.recompute_variables import STATES
 
 # Offload is left to the search while it takes up to so many times the forward: collectives make that dearer.
@@ -87,7 +87,8 @@ class PlanningProblem:
         # A step takes as long as on the slowest ranks. Of stages the fastest count, so that the bound is one.
         kind = priced_kind(graph, mesh, cluster, options.links, fastest=stages is not None)
         axes, cluster = axes.seen(kind.coordinate), kind.alone(cluster)
-        prices = TaskBuilder(graph, cluster, axes, options.links, options.compiled, options.precision)
+        half = None if call is None else slice_of_half(call.graph, call.micro)
+        prices = TaskBuilder(graph, cluster, axes, options.links, options.compiled, options.precision, half)
         if stages is not None:
             prices.on_mesh(mesh)
         users: dict[str, list[NamedNode]] = {}

@@ -157,7 +157,7 @@ def _problem(
     """Return the problem of one call, or of one of its micro-batches on the axes that split tensors."""
     micro = layout.micro_batches
     check_pipeline(layout, axes)
-    if micro is None or micro.count == 1:
+    if micro is None or micro.parts == 1:
         return PlanningProblem.of(graph, axes, cluster, options)
     options = replace(options, micro_batches=micro.count)
     call = MicroBatchedCall(graph, micro)

@@ -108,6 +108,9 @@ class OpWork:
     # Of the backward of a product, the gradients of its weight and its bias.
     weights: DirectionWork = NO_WORK
 
+    def __rmul__(self, times: int) -> OpWork:
+        return OpWork(self.forward * times, self.backward * times, self.weights * times)
+
 
 def op_work(
     graph: NamedGraph,

@@ -8,7 +8,7 @@ from autopar.ir.values import NamedTensor
 from autopar.plans.format import bytes_text, percent_text, seconds_text, table
 from autopar.plans.record import PlanRecord
 from autopar.sharding.assignment import Pipelining
-from autopar.sharding.layout.syntax import schedule_text
+from autopar.sharding.layout.syntax import MicroBatches, schedule_text
 from autopar.sharding.pipelining import statements_of
 
 __all__ = ["other_stages", "schedule_rows", "stage_of", "stage_rows", "stage_table"]
@@ -52,9 +52,12 @@ def schedule_rows(plans: Sequence[PlanRecord]) -> list[tuple[str, ...]]:
         texts = ("-" if one is None else f"{one.stages}, {_schedule_text(one)}" for one in pipelines)
         rows.append(("stages", *texts))
     if any(plan.decided.micro is not None for plan in plans):
-        counts = (1 if plan.decided.micro is None else plan.decided.micro.count for plan in plans)
-        rows.append(("micro-batches", *map(str, counts)))
+        rows.append(("micro-batches", *(_micro_text(plan.decided.micro) for plan in plans)))
     return rows
+
+
+def _micro_text(micro: MicroBatches | None) -> str:
+    return "1" if micro is None else f"{micro.count}, in halves" if micro.halves else str(micro.count)
 
 
 def other_stages(one: PlanRecord, other: PlanRecord) -> str:

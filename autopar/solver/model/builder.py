@@ -144,6 +144,7 @@ class ModelBuilder:
                 tensor.shape,
                 atoms,
                 share,
+                self.setting.prices.is_halved(tensor.name),
             )
             found = self.cuts[tensor.name] = self._same(found)
         return found
@@ -262,12 +263,12 @@ class ModelBuilder:
     def _add_reshard(
         self, sums: Floats, tensor: NamedTensor, source: Sharding, target: Sharding, backward: bool = True
     ) -> None:
-        cut = TensorCut.of(tensor, self.setting)
+        cut = TensorCut.of(tensor, self.setting)._replace(halved=False)
         share = self.setting.prices.share(tensor.name)
         ways = [self.tables.ways.way(cut, source.value, target.value, share)]
         if backward and tensor.requires_grad:
             ways.append(self.tables.ways.way(cut, target.gradient.value, source.gradient.value))
-        for device, host in ways:
+        for device, _, host in ways:
             sums[Sum.DEVICE] += device
             sums[Sum.HOST] += host
 

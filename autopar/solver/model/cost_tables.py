@@ -123,12 +123,11 @@ class CostTables:
             unreached = np.isinf(there[0]) | np.isinf(back[0])
             there, back = np.where(unreached, 0.0, there), np.where(unreached, 0.0, back)
             summed = self._summed_early(cut, rows, columns, use)
-            times = 1.0 + (use.again if use.sums is None else np.where(summed, use.sums.again, use.again))
-            parts = {
-                key: times * summed_over_wants(there[i], columns, place, len(rows))
-                + summed_over_wants(back[i], columns, place, len(rows))
-                for i, key in enumerate((Sum.DEVICE, Sum.HOST))
-            }
+            again = use.again if use.sums is None else np.where(summed, use.sums.again, use.again)
+            sent = [[summed_over_wants(one, columns, place, len(rows)) for one in way] for way in (there, back)]
+            parts = {key: (1.0 + again) * sent[0][i] + sent[1][i] for i, key in ((0, Sum.DEVICE), (2, Sum.HOST))}
+            if cut.halved:
+                parts[Sum.FORWARD_EACH], parts[Sum.BACKWARD_EACH] = sent[0][1], again * sent[0][1] + sent[1][1]
             if unreached.any():
                 parts[Sum.FORBIDDEN] = summed_over_wants(unreached.astype(np.float64), columns, place, len(rows))
             if use.kept or (use.sums is not None and use.sums.lives):
@@ -195,7 +194,7 @@ class CostTables:
     def _both_ways(
         self, cut: TensorCut, sources: Sequence[Sharding], targets: Sequence[Sharding], share: float
     ) -> tuple[Floats, Floats]:
-        """Return device and host seconds of each pair of shardings, forward and backward."""
+        """Return the seconds of each pair of shardings, as `ReshardSums.way` has them, forward and backward."""
         there = self._each(cut, [s.value for s in sources], [t.value for t in targets], share)
         if not cut.trained:
             return there, np.zeros_like(there)
@@ -214,12 +213,12 @@ class CostTables:
         return found
 
     def _each(self, cut: TensorCut, sources: Sequence[Sharding], targets: Sequence[Sharding], share: float) -> Floats:
-        """Return device and host seconds of one direction; each pair of shardings is priced once."""
+        """Return the seconds of one direction, as `ReshardSums.way` has them; each pair is priced once."""
         rows, row_of = numbered(sources)
         columns, column_of = numbered(targets)
-        key = "each", cut.sizes, cut.by_share, cut.roles, cut.itemsize, share, tuple(rows), tuple(columns)
+        key = "each", cut.sizes, cut.by_share, cut.roles, cut.itemsize, cut.halved, share, tuple(rows), tuple(columns)
         if key not in self.known:
-            found = np.zeros((2, len(rows), len(columns)))
+            found = np.zeros((3, len(rows), len(columns)))
             for i, source in enumerate(rows):
                 for j, target in enumerate(columns):
                     found[:, i, j] = self.ways.way(cut, source, target, share)

@@ -127,14 +127,17 @@ class RelaxedTables(CostTables):
     ) -> None:
         wants = distinct_wants(columns)
         there = self.bounds.between(cut.sizes, cut.itemsize, [s.value for s in rows], [t.value for t in wants])
-        times = min(1.0, use.share) * (1.0 + (use.again and (use.sums is None or use.sums.again)))
-        seconds, host = times * (there.seconds + there.latency), times * there.host_seconds
+        share, again = min(1.0, use.share), float(use.again and (use.sums is None or use.sums.again))
+        forward, host = share * (there.seconds + there.latency), share * (1.0 + again) * there.host_seconds
+        backward = again * forward
         if cut.trained:
             back = self._back(cut, rows, wants, cut.itemsize)
-            seconds, host = seconds + back.seconds + back.latency, host + back.host_seconds
+            backward, host = backward + back.seconds + back.latency, host + back.host_seconds
         at = {want: i for i, want in enumerate(wants)}
-        parts[Sum.DEVICE] += summed_over_wants(seconds, columns, at, len(rows))
-        parts[Sum.HOST] += summed_over_wants(host, columns, at, len(rows))
+        # Two messages of a half take at least as long as one of both.
+        ways = (Sum.FORWARD_EACH, Sum.BACKWARD_EACH) if cut.halved else (Sum.DEVICE, Sum.DEVICE)
+        for key, seconds in (*zip(ways, (forward, backward), strict=True), (Sum.HOST, host)):
+            parts[key] += summed_over_wants(seconds, columns, at, len(rows))
 
     def _parameter_bounds(
         self,

@@ -45,6 +45,8 @@ class TensorCut(NamedTuple):
     by_share: tuple[int, ...] = ()
     # Roles of the atoms of routed rows; empty for others.
     roles: str = ""
+    # Each half of a micro-batch sends a part, while the other half computes.
+    halved: bool = False
 
     @classmethod
     def of(cls, tensor: NamedTensor, setting: PlanningProblem) -> TensorCut:
@@ -66,6 +68,7 @@ class TensorCut(NamedTuple):
             (each, once),
             atoms.by_share,
             atoms.roles,
+            tensor.kind != "param" and setting.prices.is_halved(tensor.name),
         )
 
     def steps(self, routes: ScaledReshards, source: Sharding, target: Sharding) -> tuple[StepSize, ...] | None:
@@ -91,7 +94,7 @@ class ReshardSums:
         self.setting = setting
         self.costs = setting.prices.reshard_costs
         self.routes = ScaledReshards(setting.axes)
-        self.prices: dict[Hashable, tuple[float, float]] = {}
+        self.prices: dict[Hashable, tuple[float, float, float]] = {}
         self.moved: dict[tuple[TensorCut, Sharding, Sharding, Joinable], _BucketShare] = {}
         self.elements: dict[Hashable, float] = {}
         sizes: dict[str, list[float]] = {}
@@ -110,17 +113,19 @@ class ReshardSums:
 
     # -- values
 
-    def way(self, cut: TensorCut, source: Sharding, target: Sharding, share: float = 1.0) -> tuple[float, float]:
-        """Return device and host seconds of a reshard; infinite if no steps lead there."""
-        key = cut.sizes, cut.by_share, cut.roles, cut.itemsize, source, target, share
+    def way(self, cut: TensorCut, source: Sharding, target: Sharding, share: float = 1.0) -> tuple[float, float, float]:
+        """Return the seconds of a reshard on the device, beside it and on the host; infinite if no steps lead there."""
+        key = cut.sizes, cut.by_share, cut.roles, cut.itemsize, cut.halved, source, target, share
         price = self.prices.get(key)
         if price is None:
-            device = host = 0.0
+            device = beside = host = 0.0
             steps = cut.steps(self.routes, source, target)
             size = cut.itemsize * routing_excess(cut.roles, source, target)
-            for cost in () if steps is None else self.costs.value_steps(steps, size, share):
-                device, host = device + cost.seconds, host + cost.host_seconds
-            price = self.prices[key] = (inf if steps is None else device, host)
+            for cost in () if steps is None else self.costs.value_steps(steps, size, share, 2 if cut.halved else 1):
+                is_beside = cut.halved and not cost.step.local
+                device, beside = device + cost.seconds * (not is_beside), beside + cost.seconds * is_beside
+                host += cost.host_seconds
+            price = self.prices[key] = (inf if steps is None else device, beside, host)
         return price
 
     def gib(self, cut: TensorCut, layout: Sharding) -> float:

@@ -44,8 +44,10 @@ class StorageVariables(ModelBuilder):
                 casts = tensor if number == 0 and cut.casts else None
                 table = self.tables.parameters(cut, stored, want, handled, accumulates, casts)
                 self.factors.append(Factor((place, self.place["op", node.name]), table))
-                if number == 0 and cut.trained and len(users) > 1:
-                    self._add_gradients(tensor, node, want, len(users) - 1)
+                # Each half of a micro-batch has a gradient of each use.
+                sums = (1 if self.setting.prices.half is None else 2) * len(users) - 1
+                if number == 0 and cut.trained and sums:
+                    self._add_gradients(tensor, node, want, sums)
             else:
                 self._add_taken(place, tensor, stored, node, want)
 
