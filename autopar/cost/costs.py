@@ -97,6 +97,13 @@ class Costs:
         """Return whether the memory of the host holds what leaves the device."""
         return self.memory.host_bytes <= self.host_limit_bytes
 
+    @property
+    def waited_seconds(self) -> float:
+        """Return the time that ops wait for values of other devices."""
+        others = self.exposed_seconds, self.waiting_seconds, self.copies_seconds, self.bubble_seconds, self.late_seconds
+        meetings = 0.0 if self.meetings is None else self.meetings.sent_seconds
+        return self.step_seconds - self.compute.seconds - sum(others) - meetings
+
     def seconds_of(self, of: str) -> float:
         """Return the time of all collectives of `values` or of `parameters`."""
         return sum(one.seconds for one in self.communication if one.of == of)

@@ -201,7 +201,9 @@ def step_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) 
         for one in step.tied
         for target in one.targets
     ]
-    return run_stages(times, [seconds(size) for size in sent], step.tasks, cluster, tied)
+    # Each half of a micro-batch is a message of its own.
+    messages = 1 if step.half is None else 2
+    return run_stages(times, [messages * seconds(size / messages) for size in sent], step.tasks, cluster, tied)
 
 
 def run_stages(

@@ -41,8 +41,7 @@ def halves_to_try(best: PlanRecord, asked: OpenMicroBatches) -> Iterator[MicroBa
 
     With half as many of them, parameters are gathered half as often, and their halves are as large.
     """
-    sent = sum(one.seconds for one in best.costs.communication if one.of == "values")
-    if asked.halves or sent < WORTH_HALVES * best.step_seconds:
+    if asked.halves or best.costs.seconds_of("values") < WORTH_HALVES * best.step_seconds:
         return
     count = 1 if best.decided.micro is None else best.decided.micro.count
     for halved in dict.fromkeys((count, max(1, count // 2))):

@@ -123,9 +123,6 @@ def check_pipeline(layout: Layout, axes: SubMesh) -> None:
     if pipeline.schedule == "interleaved" and micro.count % stages:
         message = f"micro {micro.count} does not interleave on {stages} stages: expected a multiple of {stages}"
         raise layout_error("E4", message, f"write 'micro {-(-micro.count // stages) * stages}'", pipeline.span)
-    if micro.halves:
-        message = "the stages of a pipeline run whole micro-batches, and the layout has halves"
-        raise layout_error("E5", message, f"write 'micro {micro.count}', or no pipeline", micro.span)
     parts = stages * pipeline.chunks
     if cut is not None and cut.before and len(cut.before) != parts - 1:
         what = f"{stages} stages of {pipeline.chunks} parts" if pipeline.chunks > 1 else f"{stages} stages"

@@ -19,13 +19,14 @@ from tests.runtime.training import gradients, whole, worst
 
 SMALL = {"batch": 8, "seq": 12, "vocab": 104}
 MEGATRON = "batch -> dp; (heads, d_ff, vocab) -> tp; * -> none"
+STAGES = "(heads, d_ff, vocab) -> tp; * -> none"
 FSDP = "batch -> dp; * -> none; param { * -> dp }"
 PRODUCTS = ("mm", "addmm", "bmm", "linear")
 
 
 def small(dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
-    model, inputs = gpt(**SMALL, dropout=dropout)
+    model, inputs = gpt(**SMALL, layers=4, dropout=dropout)
     return model.to(dtype), inputs
 
 
@@ -55,6 +56,14 @@ def step(layout: str, mesh: str) -> tuple[float, float]:
         pytest.param(f"micro 2 halves; {MEGATRON}; recompute selective @*", "dp=2,tp=2", 4, marks=pytest.mark.slow),
         pytest.param(f"micro 1 halves; {MEGATRON}; recompute offload @*", "dp=1,tp=2", 2, marks=pytest.mark.slow),
         pytest.param("micro 1 halves; fsdp_tp(fsdp=dp)", "dp=2,tp=2", 4, marks=pytest.mark.slow),
+        (f"micro 2 halves; pipeline pp 1f1b; {STAGES}", "pp=2,tp=1", 2),
+        pytest.param(f"micro 2 halves; pipeline pp interleaved(2); {STAGES}", "pp=2,tp=2", 4, marks=pytest.mark.slow),
+        pytest.param(
+            f"micro 2 halves; pipeline pp zero_bubble; {STAGES}; recompute full @blocks.*",
+            "pp=2,tp=2",
+            4,
+            marks=pytest.mark.slow,
+        ),
         pytest.param("micro 2 halves; batch -> dp; vocab -> tp; * -> none", "dp=2,tp=2", 4, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -156,7 +165,7 @@ def overlaps(layout: str) -> list[bool]:
 
 def test_messages_of_a_half_run_beside_products_of_the_other() -> None:
     plain, halves = (launch(overlaps, f"micro 1{word}; {MEGATRON}", ranks=2)[0] for word in ("", " halves"))
-    assert len(halves) == 2 * len(plain) >= 16
+    assert len(halves) == 2 * len(plain) >= 32
     assert not any(plain)
     # All but the first and the last one of each direction.
     assert sum(halves) >= len(halves) - 4
@@ -168,7 +177,7 @@ def test_messages_of_a_half_run_beside_products_of_the_other() -> None:
 @pytest.mark.parametrize(
     ("mesh", "layout", "words"),
     [
-        ("pp=2", "micro 2 halves; pipeline pp 1f1b", ("the stages of a pipeline run whole micro-batches", "'micro 2'")),
+        ("pp=2", "micro 1 halves; pipeline pp 1f1b", ("a pipeline of 2 stages runs micro-batches", "'micro 4'")),
         ("dp=2", "micro 3 halves; ddp", ("micro 3 in halves does not divide it", "'micro 2 halves'")),
         ("dp=2", "micro 2 halfs; ddp", ("found 'halfs'", "'micro 8 halves'")),
     ],

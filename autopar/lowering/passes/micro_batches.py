@@ -294,19 +294,20 @@ class _Looping:
         name = f"micro_batches_{level}" if level else "micro_batches"
         marks = [self._module(end) for end in ends]
         joins = tuple(mark.result for mark in marks if isinstance(mark, MicroBatchEnd))
+        count = self.count
+        if self.double is not None:
+            (inner, joins), count = self.double(inner, called, joins), count // 2
         read: Sequence[int] = range(len(inputs))
         absent: list[Node] = []
         if self.stages is not None and any(self.stages.part_of(node) is not None for node in body):
             placeholders = self.out.find_nodes(op="placeholder")
             absent = [one for one in placeholders if self.stages.is_elsewhere(one.name)]
-            origins = {values[one]: self._origin(one, self.stages) for one in inputs}
-            found, read = cut_in_parts(inner, called, self.stages, joins, origins, self.count, len(absent), self.finish)
+            placeholders = inner.find_nodes(op="placeholder")[1:]
+            origins = {to: self._origin(one, self.stages) for one, to in zip(inputs, placeholders, strict=True)}
+            found, read = cut_in_parts(inner, called, self.stages, joins, origins, count, len(absent), self.finish)
             self.modules[name] = found
-        elif self.double is not None:
-            inner, joins = self.double(inner, called, joins)
-            self.modules[name] = MicroBatchLoop(self.finish(inner, called), self.count // 2, joins)
         else:
-            self.modules[name] = MicroBatchLoop(self.finish(inner, called), self.count, joins)
+            self.modules[name] = MicroBatchLoop(self.finish(inner, called), count, joins)
         arguments = (*(self.copies[inputs[place]] for place in read), *absent)
         call = self.out.call_module(name, arguments)
         for place, end in enumerate(ends):

@@ -4,7 +4,8 @@ Each op of the body that varies between micro-batches stands in it twice, all ot
 by one call and ended by another. The halves take turns, the second one turn behind the first. A turn ends where the
 half would wait for what it has begun to send, and between the products before that. So messages of both directions have
 products of the other half beside them, also in Megatron's layers, whose forward sends after the products of each part
-and whose backward sends before them. A region with recomputation ends for both halves at once.
+and whose backward sends before them. A region with recomputation and a part of a pipeline end for both halves at
+once.
 
 Input::
 
@@ -23,7 +24,7 @@ Output::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
 
@@ -37,7 +38,7 @@ from autopar.lowering.modules.halves import HalfNumber, HalvesResult, ReshardBeg
 from autopar.lowering.modules.micro_loop import LoopResult
 from autopar.lowering.modules.shard_ops import ReshardModule
 from autopar.lowering.passes.micro_batches import Double
-from autopar.lowering.passes.pipeline_parts import OP
+from autopar.lowering.passes.pipeline_parts import OP, VALUE
 from autopar.lowering.passes.recompute_regions import REGION
 from autopar.sharding.assignment import Assignment
 
@@ -53,10 +54,12 @@ def halves_of(graph: NamedGraph, assignment: Assignment) -> Double | None:
     whole = (*ATTENTIONS, *RECURRENT)
     products = frozenset(node.name for node in graph.nodes if node.op in whole or multiplied(node) is not None)
 
+    parts = {} if assignment.pipelining is None else assignment.pipelining.parts
+
     def double(
         body: Graph, modules: dict[str, nn.Module], joins: Sequence[LoopResult]
     ) -> tuple[Graph, tuple[LoopResult, ...]]:
-        return _Halves(body, modules, products).run(joins)
+        return _Halves(body, modules, products, parts).run(joins)
 
     return double
 
@@ -72,10 +75,14 @@ class _Half:
 
 
 class _Halves:
-    def __init__(self, graph: Graph, modules: dict[str, nn.Module], products: frozenset[str]) -> None:
+    def __init__(
+        self, graph: Graph, modules: dict[str, nn.Module], products: frozenset[str], parts: Mapping[str, int]
+    ) -> None:
         self.graph = graph
         self.modules = modules
         self.products = products
+        # Part of a pipeline of each op.
+        self.parts = parts
         self.out = Graph()
         self.halves = _Half(0), _Half(1)
         self.number, *self.inputs = graph.find_nodes(op="placeholder")
@@ -97,19 +104,25 @@ class _Halves:
                     self.divided.add(node)
         # What both halves share has no region of its own here: it stands with its first reader.
         varying = [node for node in nodes if node in self.varying]
-        for _, region in groupby(varying, key=lambda node: node.meta.get(REGION)):
+        for _, region in groupby(varying, key=lambda node: (node.meta.get(REGION), self._part_of(node))):
             self._take_turns(list(region))
         results = self.graph.output_node().args[0]
         assert isinstance(results, tuple), "a body returns a tuple"
         joined = []
-        for place, (result, join) in enumerate(zip(results, joins, strict=True)):
+        every = tuple(map(_of_both, joins))
+        for place, (result, join, both) in enumerate(zip(results, joins, every, strict=True)):
             self.modules[f"halves_{place}"] = HalvesResult(join)
             parts = tuple(self._read(result, half) for half in self.halves)
             joined.append(self.out.call_module(f"halves_{place}", parts))
+            shape = both.sizes if both.kind == "concat" else result.meta["local_shape"]
+            joined[-1].meta.update({"local_shape": shape, VALUE: result.meta[VALUE]})
         self.out.output(tuple(joined))
         for node in self.divided:
             self.modules.pop(str(node.target), None)
-        return self.out, tuple(map(_of_both, joins))
+        return self.out, every
+
+    def _part_of(self, node: Node) -> int | None:
+        return self.parts.get(node.meta.get(OP, ""))
 
     def _module(self, node: Node) -> nn.Module | None:
         return self.modules.get(str(node.target)) if node.op == "call_module" else None

@@ -28,7 +28,7 @@ from autopar.plans.record import PlanRecord
 from autopar.plans.views.confidence import range_data, within_noise_of
 from autopar.plans.views.notes import notes
 from autopar.plans.views.stages import other_stages, stage_rows
-from autopar.plans.views.summary import cost_rows, differences
+from autopar.plans.views.summary import cost_rows, differences, exposed_label
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.sharding import Sharding, atoms_of
@@ -78,7 +78,7 @@ def contents(
         "gap": gap,
         "claimed": claimed,
         "within_layout": within_layout,
-        "costs": _costs(costs),
+        "costs": _costs(costs, exposed_label(plan)),
         "range": range_data(time_range(graph, plan, cluster, costs, shipped_errors())),
         "memory": _memory(costs, limit, memory_over_time(here, None if fullest is None else fullest.memory)),
         "rivals": [asdict(rival) for rival in rivals],
@@ -92,7 +92,7 @@ def contents(
     }
 
 
-def _costs(costs: Costs) -> dict[str, Any]:
+def _costs(costs: Costs, exposed: str) -> dict[str, Any]:
     compute = costs.compute
     return {
         "step_seconds": costs.step_seconds,
@@ -102,8 +102,8 @@ def _costs(costs: Costs) -> dict[str, Any]:
             "backward": compute.backward_seconds,
             "recompute": compute.recompute_seconds,
             "optimizer": compute.optimizer_seconds,
-            "communication of values": costs.seconds_of("values"),
-            "exposed communication of parameters": costs.exposed_seconds,
+            "communication of values": costs.waited_seconds,
+            exposed: costs.exposed_seconds,
             "waiting for the host": costs.waiting_seconds,
             "exposed copies to the host and back": costs.copies_seconds,
             "waiting for other stages": costs.bubble_seconds,

@@ -16,6 +16,7 @@ from autopar.plans.views.confidence import noise_note, range_line
 from autopar.plans.views.notes import notes
 from autopar.plans.views.ranks import devices_text, unequal_ranks
 from autopar.plans.views.stages import other_stages, schedule_rows, stage_table
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.drift import print_drift
 
 
@@ -61,8 +62,22 @@ def _head(plan: PlanRecord) -> list[str]:
         lines.append(f"  host    {bytes_text(host_bytes)}{of} for each device: {_fits(plan.costs.fits_host)}")
     if plan.decided.options.precision != OWN:
         lines.insert(1, f"  runs    {plan.decided.options.precision.text}")
-    lines += _frozen(plan)
+    lines += [*_halves(plan), *_frozen(plan)]
     return lines + [f"  note    {one}" for one in notes(plan)]
+
+
+def _halves(plan: PlanRecord) -> list[str]:
+    micro = plan.decided.micro
+    if micro is None or not micro.halves:
+        return []
+    whole = "the batch" if micro.count == 1 else f"each of {micro.count} micro-batches"
+    return [f"  halves  {whole} runs as two halves, one beside the messages of the other"]
+
+
+def exposed_label(plan: StepPlan) -> str:
+    """Return the name of the communication beside the compute that is left: of halves also that of values."""
+    micro = plan.micro
+    return "exposed communication" if micro is not None and micro.halves else "exposed communication of parameters"
 
 
 def _frozen(plan: PlanRecord) -> list[str]:
@@ -256,18 +271,8 @@ def _time(plan: PlanRecord) -> list[str]:
         ("backward", costs.compute.backward_seconds),
         ("recompute", costs.compute.recompute_seconds),
         ("optimizer", costs.compute.optimizer_seconds),
-        (
-            "communication of values",
-            costs.step_seconds
-            - costs.compute.seconds
-            - costs.exposed_seconds
-            - costs.waiting_seconds
-            - costs.copies_seconds
-            - costs.bubble_seconds
-            - costs.late_seconds
-            - sent_at_meetings,
-        ),
-        ("exposed communication of parameters", costs.exposed_seconds),
+        ("communication of values", costs.waited_seconds),
+        (exposed_label(plan.decided), costs.exposed_seconds),
         ("waiting for the host", costs.waiting_seconds),
         ("exposed copies to the host and back", costs.copies_seconds),
         ("waiting for other stages", costs.bubble_seconds),
@@ -365,10 +370,9 @@ def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
         rows.append(("precision", *(str(plan.decided.options.precision) for plan in every)))
     rows.append(("step", *(seconds_text(plan.step_seconds) for plan in every)))
     rows.append(("  compute", *(seconds_text(plan.costs.compute.seconds) for plan in every)))
-    rows.append(("  communication of values", *(seconds_text(plan.costs.seconds_of("values")) for plan in every)))
-    rows.append(
-        ("  exposed communication of parameters", *(seconds_text(plan.costs.exposed_seconds) for plan in every))
-    )
+    rows.append(("  communication of values", *(seconds_text(plan.costs.waited_seconds) for plan in every)))
+    exposed = min((exposed_label(plan.decided) for plan in every), key=len)
+    rows.append((f"  {exposed}", *(seconds_text(plan.costs.exposed_seconds) for plan in every)))
     waits = {
         "  waiting for the host": [plan.costs.waiting_seconds for plan in every],
         "  exposed copies to the host and back": [plan.costs.copies_seconds for plan in every],
