@@ -23,7 +23,7 @@ from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart
 from autopar.lowering.modules.halves import HalvesResult, ReshardEnd
 from autopar.lowering.modules.host_copies import OffloadedOps
 from autopar.lowering.modules.late_weights import LateProduct
-from autopar.lowering.modules.micro_loop import MicroBatchLoop, MicroBatchSlice, MicroBatchZeros
+from autopar.lowering.modules.micro_loop import DividedFromLoop, MicroBatchLoop, MicroBatchSlice, MicroBatchZeros
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.modules.selective_recompute import SelectiveRecompute
 from autopar.lowering.modules.shard_ops import ReshardModule
@@ -165,7 +165,7 @@ class _ShapeRun:
         if isinstance(module, ReshardModule):
             (found,) = self._reshards(node, (module.conversion,), given[:1])
             return found
-        if isinstance(module, ReshardEnd):
+        if isinstance(module, ReshardEnd | DividedFromLoop):
             return given[0]
         if isinstance(module, HalvesResult):
             return None if any(one is None for one in given) else module(*given)

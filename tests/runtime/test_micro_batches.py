@@ -498,3 +498,29 @@ def test_logits_of_all_micro_batches_take_no_memory() -> None:
     assert kept.memory_bytes - dropped.memory_bytes == pytest.approx(logits, rel=0.05)
     with pytest.raises(autopar.AutoparError, match="the model returns no scalar"):
         autopar.plan(Model("logits").to("meta"), "dp=2", inputs, cluster="h100", outputs="loss", cache=False)
+
+
+class Scaled(nn.Module):
+    """A weight that is viewed before the loop, as Mamba's skip connection is; and one that is computed there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skip, self.rate = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(x * self.skip[None, :] + self.rate.exp()).square().mean()
+        return found
+
+
+def compiled_views() -> float:
+    torch.manual_seed(0)
+    model, x = Scaled().double(), torch.randn(8, 6, dtype=torch.float64)
+    parallel = autopar.parallelize(model, "dp=2", (x,), layout="micro 2; ddp", dims={"x": "batch features"})
+    model(x).backward()
+    torch.compile(parallel, backend="aot_eager")(x).backward()
+    return worst(gradients(parallel), gradients(model))
+
+
+def test_gradients_of_views_before_a_compiled_loop_are_summed() -> None:
+    assert max(launch(compiled_views, ranks=2)) < 1e-12

@@ -29,6 +29,7 @@ from autopar.lowering.modules.loop_buckets import BucketPass, LoopBuckets, with_
 from autopar.sharding.schedules import StageTask, TaskKind
 
 __all__ = [
+    "DividedFromLoop",
     "LoopResult",
     "MicroBatchKey",
     "MicroBatchLoop",
@@ -86,6 +87,13 @@ class LoopResult:
         sizes = list(self.sizes)
         sizes[self.atom] = gradient.numel() // rest
         return gradient.reshape(sizes).narrow(self.atom, number * length, length)
+
+
+class DividedFromLoop(nn.Module):
+    """Give a compiler a result of its own before a loop; otherwise nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone() if torch.compiler.is_compiling() else x
 
 
 class MicroBatchLoop(nn.Module):

@@ -25,9 +25,9 @@ from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.modules.bucket_ends import BucketEnd
 from autopar.lowering.modules.late_weights import LateProduct
 from autopar.lowering.modules.loop_buckets import ClosingBucket, LoopBucket, LoopBuckets
-from autopar.lowering.modules.micro_loop import MicroBatchLoop
+from autopar.lowering.modules.micro_loop import DividedFromLoop, MicroBatchLoop
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
-from autopar.lowering.modules.shard_ops import LoweredOpModule
+from autopar.lowering.modules.shard_ops import LoweredOpModule, ReshardModule
 from autopar.lowering.passes.bucket_parameters import loop_with
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard
@@ -37,6 +37,7 @@ from autopar.sharding.sharding import MICRO
 __all__ = ["put_in_loops"]
 
 Loop = MicroBatchLoop | PipelineLoop
+DIVIDED = "divided_from_loop"
 
 
 def put_in_loops(
@@ -78,6 +79,34 @@ def put_in_loops(
         loop = modules[str(loop_node.target)]
         assert isinstance(loop, MicroBatchLoop | PipelineLoop), loop_node
         loop.take_buckets(LoopBuckets(tuple(buckets), _closing(loop, buckets), is_common))
+    _divide_from_loops(graph, modules)
+
+
+def _divide_from_loops(graph: Graph, modules: dict[str, nn.Module]) -> None:
+    """Let loops take no views of parameters whose gradients are sent before the loop, in place.
+
+    A compiler takes what stands before a loop as a graph of its own. Of a result that is a view of an input, it makes
+    the view again outside of that graph, whose backward then does not run.
+    """
+    sending: set[Node] = set()
+    for node in list(graph.nodes):
+        module = _module(node, modules)
+        if _sends_gradients(module) or not sending.isdisjoint(node.all_input_nodes):
+            sending.add(node)
+        if not isinstance(module, MicroBatchLoop | PipelineLoop):
+            continue
+        for source in sending.intersection(node.all_input_nodes):
+            modules.setdefault(DIVIDED, DividedFromLoop())
+            with graph.inserting_before(node):
+                own = graph.call_module(DIVIDED, (source,))
+            own.meta.update(source.meta)
+            node.replace_input_with(source, own)
+
+
+def _sends_gradients(module: nn.Module | None) -> bool:
+    if isinstance(module, BucketEnd):
+        return bool(module.running.bucket.backward)
+    return isinstance(module, ReshardModule) and any(not step.local for step in module.conversion.backward)
 
 
 def _module(node: Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
