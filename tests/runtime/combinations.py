@@ -152,7 +152,10 @@ def combination(case: int) -> Combination:
         before.append(f"pipeline pp {'?' if searches and draw.random() < 0.3 else schedule}")
     micro = draw.random() < (0.6 if has_stages else 0.35)
     if micro and not (searches and draw.random() < 0.5):
-        before.insert(0, f"micro {draw.choice((2, 2, 3) if ranks == 3 else (2, 2, 4))}")
+        count = draw.choice((2, 2, 3) if ranks == 3 else (2, 2, 4))
+        # Of few, as the batch has few rows.
+        halves = count == 2 and random.Random(f"halves {case}").random() < 0.4
+        before.insert(0, f"micro {count}{' halves' * halves}")
     if pieces:
         before.append(f"pieces {draw.choice((2, 3, 4))}")
     layout, has_rows = _layout(draw, small, axes, "a=2" in mesh and outputs != "sharded", searches, before)
