@@ -14,7 +14,7 @@ Libraries of collectives know a few dtypes; tensors of all others are sent as by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
@@ -74,7 +74,7 @@ class LocalReshard:
         """Run the steps up to the last collective, and start that; the function that is returned ends the reshard."""
         moves = self.backward if backward else self.forward
         shape = self.shape if backward else self.result_shape
-        last = last_sending(moves)
+        last = max((place for place, move in enumerate(moves) if not move.local), default=None)
         if last is None:
             return lambda: _run(x, self, backward)
         x = x.reshape(moves[0].before)
@@ -89,11 +89,6 @@ class LocalReshard:
             return found.reshape(shape)
 
         return arrive
-
-
-def last_sending(moves: Sequence[LocalStep]) -> int | None:
-    """Return the place of the last step that sends."""
-    return max((place for place, move in enumerate(moves) if not move.local), default=None)
 
 
 def convert(x: Tensor, conversion: LocalReshard, backward: bool = False) -> Tensor:

@@ -53,7 +53,6 @@ def halves_of(graph: NamedGraph, assignment: Assignment) -> Double | None:
         return None
     whole = (*ATTENTIONS, *RECURRENT)
     products = frozenset(node.name for node in graph.nodes if node.op in whole or multiplied(node) is not None)
-
     parts = {} if assignment.pipelining is None else assignment.pipelining.parts
 
     def double(
@@ -102,7 +101,7 @@ class _Halves:
                 self.varying.add(node)
                 if self._may_overlap(node):
                     self.divided.add(node)
-        # What both halves share has no region of its own here: it stands with its first reader.
+        # What both halves share stands before its first reader.
         varying = [node for node in nodes if node in self.varying]
         for _, region in groupby(varying, key=lambda node: (node.meta.get(REGION), self._part_of(node))):
             self._take_turns(list(region))
