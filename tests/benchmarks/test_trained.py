@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 
+from autopar.ir.precision import PRESETS
 from autopar.solver.mesh_shape import Shape
 from benchmarks.trained import RUNS, Run, measure
 
@@ -45,7 +46,7 @@ def test_tokens_of_a_device_are_published_flops() -> None:
 def test_a_run_is_compared_on_its_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     small = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
     run = Run(8, small, 8, 16, 100.0, seq=32768, shape_published=Shape(2, 2, 2, 4, 1, context=2))
-    measure("a run", run, "h100", 200.0)
+    measure("a run", run, "h100", 200.0, PRESETS["bf16"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("a run: ")
     shares = [float(line.split("published 100: ")[1].split()[0]) for line in (lines[0], lines[-1])]

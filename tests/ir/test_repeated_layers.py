@@ -56,7 +56,7 @@ def test_llama(layers: int) -> None:
 
 
 def test_t5_whose_first_layers_also_compute_the_position_bias() -> None:
-    config = T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=4, num_heads=2, vocab_size=10, decoder_start_token_id=0)
+    config = T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=4, num_heads=2, vocab_size=10, decoder_start_token_id=0)  # type: ignore[call-arg]
     encoder, decoder = repeats(T5Model(config), input_ids=ids(), decoder_input_ids=ids())
     assert [path.split(".")[:3] for path in encoder.module_paths] == [["encoder", "block", str(k)] for k in range(4)]
     assert [path.split(".")[:3] for path in decoder.module_paths] == [["decoder", "block", str(k)] for k in range(4)]

@@ -160,7 +160,7 @@ def convert_integers(axes: Mapping[str, int]) -> list[bool]:
         value = torch.arange(20).reshape(5, 4).remainder(7).to(dtype)
         for source, target in [("a-", "--"), ("--", "-a"), ("a-", "-a"), ("ab", "--")]:
             layouts = [Sharding(tuple(tuple(word.strip("-")) for word in text)) for text in (source, target)]
-            way = reshard(atoms, *layouts, axes)
+            way = reshard(atoms, *layouts, axes)  # type: ignore[call-arg]
             local = scatter(value.double(), way.source, atoms, axes)[rank].to(dtype)
             expected = scatter(value.double(), way.target, atoms, axes)[rank].to(dtype)
             result = LocalReshard.bind(way, groups)(local)

@@ -56,7 +56,7 @@ def test_shards_have_the_results_and_gradients_of_the_whole(
 
 def _compare(image: Tensor, given: Tensor, affine: list[Tensor | None], rows: tuple[int, ...]) -> None:
     whole = [None if one is None else one.double().clone().requires_grad_() for one in (image, *affine)]
-    expected = functional.batch_norm(whole[0], None, None, *whole[1:], True, 0.0, EPS)
+    expected = functional.batch_norm(whole[0], None, None, *whole[1:], True, 0.0, EPS)  # type: ignore[call-arg]
     expected.backward(given.double())
     shards = Shards(len(rows))
     found: dict[int, tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor | None]]] = {}
@@ -65,7 +65,7 @@ def _compare(image: Tensor, given: Tensor, affine: list[Tensor | None], rows: tu
         own = image[start : start + length].clone().requires_grad_()
         weights = [None if one is None else one.clone().requires_grad_() for one in affine]
         count = image.numel() // CHANNELS
-        normed, mean, variance = normalised_shard(own, *weights, EPS, count, shards.of(rank))
+        normed, mean, variance = normalised_shard(own, *weights, EPS, count, shards.of(rank))  # type: ignore[call-arg]
         normed.backward(given[start : start + length])
         found[rank] = normed, mean, variance, own, weights
 

@@ -61,7 +61,7 @@ def in_threads(
         own = [x.detach()[..., places[rank], :].requires_grad_() for x in operands]
         shard = RingShard(cut[rank], tuple(cut), causal, window, columns)
         rows = None if mask is None else mask[places[rank]][:, torch.cat(places)]
-        result = attend_ring(*own, rows, None, True, shard, ThreadRing(rank, queues))  # type: ignore[arg-type]
+        result = attend_ring(*own, rows, None, True, shard, ThreadRing(rank, queues))  # type: ignore[call-arg]
         gradients = torch.autograd.grad(result, own, gradient[..., places[rank], :])
         found[rank] = (result.detach(), *gradients)
 
@@ -180,7 +180,7 @@ def test_keys_of_two_ranks_are_in_memory(ranks: int) -> None:
     shard = RingShard(rows, tuple(keys), causal=False, window=0, columns=())
     with FakeTensorMode():
         operands = [fake_input((1, 2, count, 64), torch.float64, True) for count in (2, 4096, 4096)]
-        found = measure(operands, lambda: attend_ring(*operands, None, None, False, shard, NoRing()))  # type: ignore[arg-type]
+        found = measure(operands, lambda: attend_ring(*operands, None, None, False, shard, NoRing()))  # type: ignore[call-arg]
     size = 2 * 2 * 4096 * 64 * 8
     assert 2 <= found.forward_bytes / size < 2.01
     # In the backward as many gradients, and those that a kernel makes.

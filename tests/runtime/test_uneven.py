@@ -33,7 +33,7 @@ def pictures(**sizes: Any) -> Any:
 
 
 def run(cases: Mapping[str, tuple[Any, dict[str, Any], str, str]]) -> dict[str, Found]:
-    return {name: compare(*make(**sizes), layout, mesh) for name, (make, sizes, layout, mesh) in cases.items()}
+    return {name: compare(*make(**sizes), layout, mesh) for name, (make, sizes, layout, mesh) in cases.items()}  # type: ignore[call-arg]
 
 
 ON_TWO = {

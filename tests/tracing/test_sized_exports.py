@@ -229,7 +229,7 @@ def of_transformers(kind: str) -> nn.Module:
         )
     if kind == "t5":
         sizes = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8, "vocab_size": 100}
-        return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, use_cache=False, decoder_start_token_id=0))
+        return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, use_cache=False, decoder_start_token_id=0))  # type: ignore[call-arg]
     if kind == "vit":
         return hf.ViTForImageClassification(hf.ViTConfig(**SMALL, image_size=32, patch_size=8))
     if kind == "bert":
