@@ -15,7 +15,7 @@ from autopar.ir.call_arguments import bind_call, check_overlaps, flatten_argumen
 from autopar.ir.exported import Autocast, Exported, autocast_state, entered
 from autopar.ir.fx_graphs import with_checkpoints
 from autopar.ir.pytree import Flattened, Mapped, difference, unflatten
-from autopar.rules.shard_call.gpu_kernels import take_gpu_kernels
+from autopar.rules.shard_call.device_kernels import take_device_kernels
 from autopar.rules.shard_call.sparse_rows import store_sparsely
 
 
@@ -148,7 +148,7 @@ def _place(exported: Exported, device: torch.device | None) -> tuple[GraphModule
                 node.update_kwarg("device", named)
         constants = exported.constants_on(device)
     if device is not None:
-        take_gpu_kernels(graph, device.type)
+        take_device_kernels(graph, device.type)
     store_sparsely(graph)
     return with_checkpoints(graph), constants
 

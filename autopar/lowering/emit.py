@@ -48,8 +48,8 @@ from autopar.lowering.verify import verify_emitted
 from autopar.lowering.verify_shapes import SHARD
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import FactorKind
+from autopar.rules.shard_call.device_kernels import take_device_kernels
 from autopar.rules.shard_call.dispatch import localiser
-from autopar.rules.shard_call.gpu_kernels import take_gpu_kernels
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, amounts
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import Choice
@@ -156,7 +156,7 @@ class _Emitter:
         put_in_loops(self.out, self.modules, self.outputs, self.graph, self.groups)
         if self.parameters.gate is not None:
             put_gate(self.out, self.modules, self.parameters.gate)
-        take_gpu_kernels(self.out, self.groups.device_type)
+        take_device_kernels(self.out, self.groups.device_type)
         module = with_regions(self.out, self.modules, self.regions)
         draws = tuple(self.drawings.ops)
         returned = self.reshard_plan.results[len(self.graph.exported.mutations) :]
@@ -172,7 +172,7 @@ class _Emitter:
         parameters = replace(self.parameters, handling=handling, awaited=False)
         self.sum_bytes |= put_in_buckets(graph, modules, self.by_node, parameters)
         self.in_bodies |= in_a_bucket(graph, modules)
-        take_gpu_kernels(graph, self.groups.device_type)
+        take_device_kernels(graph, self.groups.device_type)
         return with_regions(graph, modules, self.regions)
 
     def _mark(self, made: Node, source: Node, op: str) -> None:

@@ -27,7 +27,7 @@ from autopar.ir.exported import Exported
 from autopar.ir.fx_graphs import checkpoint_regions
 from autopar.ir.values import ROUTED
 from autopar.rules.call import arguments_by_name, operands_of
-from autopar.rules.shard_call.attention import with_most_memory
+from autopar.rules.shard_call.device_kernels import with_most_memory
 
 
 def differentiable(exported: Exported) -> frozenset[Node]:

@@ -8,21 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
 from torch.nn import functional
 
 __all__ = [
+    "SDPA",
     "aligned",
+    "attention_on_gpu",
     "attention_with_all_heads",
     "broadcast_lead",
     "check_first_derivative",
     "fused_kernel",
     "in_sum_dtype",
-    "repeat_grouped_heads",
     "widened",
     "with_all_heads",
     "with_heads",
-    "with_most_memory",
 ]
 
 
@@ -139,19 +138,3 @@ def attention_with_all_heads(
     operands = given["query"], given["key"], given["value"]
     result: Tensor = SDPA(*operands, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=given["enable_gqa"])
     return result
-
-
-def repeat_grouped_heads(graph: Graph, device_type: str) -> None:
-    """Repeat grouped heads before attention, in place, where the kernels of a device need it."""
-    if device_type == "cuda":
-        for node in graph.find_nodes(op="call_function", target=SDPA):
-            if node.kwargs.get("enable_gqa"):
-                node.target = attention_on_gpu
-
-
-def with_most_memory(node: Node) -> Any:
-    """Return the target of a node in its form of most memory: with all heads, beside a mask."""
-    if node.target is not SDPA or not node.kwargs.get("enable_gqa"):
-        return node.target
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-    return node.target if mask is None else attention_with_all_heads

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from autopar.rules.shard_call.gpu_kernels import BATCH_NORM, batch_norm_on_gpu, take_gpu_kernels
+from autopar.rules.shard_call.device_kernels import BATCH_NORM, batch_norm_on_gpu, take_device_kernels
 
 
 def graph_of(*results: int, training: bool = True) -> Graph:
@@ -33,7 +33,7 @@ def test_batch_norm_has_the_same_results(training: bool) -> None:
     before = [one.detach().clone() for one in given]
     wanted = expected(*given)
     (gradient,) = torch.autograd.grad(wanted[0].square().sum(), x)
-    take_gpu_kernels(graph, "cuda")
+    take_device_kernels(graph, "cuda")
     assert targets(graph) == {batch_norm_on_gpu}
     found = GraphModule(torch.nn.Module(), graph)(*given)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
@@ -43,11 +43,11 @@ def test_batch_norm_has_the_same_results(training: bool) -> None:
 
 def test_statistics_that_are_read_keep_their_op() -> None:
     graph = graph_of(0, 1, 3, 4)
-    take_gpu_kernels(graph, "cuda")
+    take_device_kernels(graph, "cuda")
     assert targets(graph) == {BATCH_NORM}
 
 
 def test_a_cpu_keeps_its_ops() -> None:
     graph = graph_of(0, 3, 4)
-    take_gpu_kernels(graph, "cpu")
+    take_device_kernels(graph, "cpu")
     assert targets(graph) == {BATCH_NORM}
