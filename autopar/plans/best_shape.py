@@ -16,7 +16,6 @@ from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.syntax import MicroBatches
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.mesh_shape import Shape
 from autopar.solver.shapes import ShapeSearch
@@ -55,10 +54,10 @@ def best_of_shapes(
                     staged.append(one)
                     beat = min(beat, one.likely_seconds)
                 continue
-            count = priced.shape.count
-            if count == 1:
+            micro = priced.shape.micro
+            if micro is None:
                 followed.add(mesh)
-            layout, first = Layout((MicroBatches(count),)) if count > 1 else None, plan_without_stages(search, priced)
+            layout, first = None if micro is None else Layout((micro,)), plan_without_stages(search, priced)
             found = on_mesh(mesh, layout, left, beat, 1, first)
         except (NoFeasiblePlan, LayoutError):
             continue

@@ -296,7 +296,8 @@ def with_equal_layers(short: ShortGraph, plan: StepPlan) -> StepPlan:
 
 def on_axes(plan: StepPlan, axes: Mapping[str, int], micro: MicroBatches | None) -> StepPlan:
     """Return the same assignment on axes of other sizes."""
-    return replace(plan, assignment=replace(plan.assignment, axes=SubMesh(axes)), micro=micro)
+    halves = micro is not None and micro.halves
+    return replace(plan, assignment=replace(plan.assignment, axes=SubMesh(axes), halves=halves), micro=micro)
 
 
 def layer_modes(layers: Sequence[str], modes: Sequence[int]) -> dict[str, Recompute]:

@@ -35,7 +35,7 @@ from autopar.sharding.reshard.reshard import NoSteps
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver import Floats
 from autopar.solver.infeasible import NoFeasiblePlan
-from autopar.solver.mesh_shape import Shape, Split
+from autopar.solver.mesh_shape import Shape, Split, divisors, stored_bytes
 from autopar.solver.segments import STAGES, ModelCosts, model_costs, on_axes, segments_of, stages_of
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.short_plans import BATCH, DATA, short_plans
@@ -87,9 +87,9 @@ class ShapeSearch:
     pieces: dict[Split, tuple[StepPlan, ...]] = field(default_factory=dict)
     found: list[PricedShape] = field(default_factory=list)
     # Costs by split, rows, whether there are micro-batches, and plan, on the ranks that were priced last.
-    known: dict[tuple[Split, int, bool, int], ModelCosts] = field(default_factory=dict)
+    known: dict[tuple[Split, int, bool, bool, int], ModelCosts] = field(default_factory=dict)
     # Seconds of one micro-batch in all segments, by split and rows.
-    layer_seconds: dict[tuple[Split, int], float] = field(default_factory=dict)
+    layer_seconds: dict[tuple[Split, int, bool], float] = field(default_factory=dict)
     # No shape but the first is priced after this time, also if none fits.
     gives_up: float = math.inf
     tried: int = 0
@@ -144,6 +144,15 @@ class ShapeSearch:
         near = min(by_split, key=lambda split: abs(math.log(split.model * split.expert / node)), default=Split(1))
         for split in self._rising(by_split, near):
             self._price_all(by_split[split])
+            if prod(split) > 1:  # activations are sent
+                self._price_all(self._in_halves(by_split[split]))
+
+    def _in_halves(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """Return shapes in halves like the best of these, or like the first of them where none was the best."""
+        own = [one for one in self.found if one.shape in shapes]
+        best = min((one.seconds for one in own), default=math.inf)
+        like = [one.shape for one in own if one.seconds <= NEARLY * best] or self._in_order(shapes)[:1]
+        return [halved for shape in like for halved in shape.in_halves()]
 
     def _rising(self, every: Iterable[Size], near: Size) -> Iterator[Size]:
         """Yield larger values from one on, then smaller ones, each until the step takes longer."""
@@ -158,12 +167,18 @@ class ShapeSearch:
                     break
 
     def promising(self) -> list[PricedShape]:
-        """Return the best shape, and others that are nearly as fast; each mesh once, with its best micro-batches."""
-        found: dict[tuple[tuple[str, int], ...], PricedShape] = {}
+        """Return the best shape, and others that are nearly as fast; each mesh once, with its best micro-batches.
+
+        A mesh without stages, which is searched by itself, is there with and without halves.
+        """
+        found: dict[tuple[tuple[tuple[str, int], ...], bool], PricedShape] = {}
+        meshes: set[tuple[tuple[str, int], ...]] = set()
         for one in self.run():
-            if one.seconds <= NEARLY * self.best:
-                found.setdefault(tuple(one.shape.mesh.items()), one)
-        return list(found.values())[:MOST_FOLLOWED]
+            mesh, shape = tuple(one.shape.mesh.items()), one.shape
+            if one.seconds <= NEARLY * self.best and (mesh in meshes or len(meshes) < MOST_FOLLOWED):
+                meshes.add(mesh)
+                found.setdefault((mesh, shape.halves and shape.stages == 1), one)
+        return list(found.values())
 
     def alone(self) -> list[Shape]:
         """Return the shapes of one stage and whole batches whose parameters fit, those that fill a node first."""
@@ -174,42 +189,33 @@ class ShapeSearch:
 
     def _price_all(self, shapes: Sequence[Shape]) -> None:
         """Price the shapes of as many model ranks that may be the best."""
-        ideal, layers = self.ideal_seconds, self.layers
-
-        def order(shape: Shape) -> tuple[float, float]:
-            # Stages are best as few as memory allows: such shapes come first, as they rule most others out.
-            unlike = abs(math.log2(shape.stages / self.stages_for(shape.split)))
-            return unlike, least_seconds(ideal, shape.stages, shape.count, layers)
-
-        for shape in sorted(shapes, key=order):
-            least = least_seconds(ideal, shape.stages, shape.count, layers)
+        for shape in self._in_order(shapes):
             now = time.monotonic()
             is_late = (now > self.deadline and bool(self.found)) or (now > self.gives_up and self.tried > 0)
-            if not is_late and max(least, self._likely_seconds(shape, layers)) < self.best:
+            if not is_late and max(self._least_seconds(shape), self._likely_seconds(shape)) < self.best:
                 self.price(shape)
+
+    def _in_order(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """Return shapes with as few stages as memory allows first: they rule most others out."""
+
+        def order(shape: Shape) -> tuple[float, float]:
+            return abs(math.log2(shape.stages / self.stages_for(shape.split))), self._least_seconds(shape)
+
+        return sorted(shapes, key=order)
+
+    def _least_seconds(self, shape: Shape) -> float:
+        return least_seconds(self.ideal_seconds, shape.stages, shape.count, self.layers)
 
     def stages_for(self, split: Split) -> int:
         """Return the least number of stages whose parameters and gradients take half of the memory."""
         whole, of_experts = self._stored_bytes
         least = (whole + of_experts / split.expert) / split.model / (self.limit / 2)
         ranks = self.devices // prod(split)
-        return next((one for one in _divisors(ranks) if one >= least), ranks)
+        return next((one for one in divisors(ranks) if one >= least), ranks)
 
     @cached_property
     def _stored_bytes(self) -> tuple[float, float]:
-        """Return the bytes of parameters and gradients, those of experts apart."""
-        stored, found = self.options.precision.stored, [0.0, 0.0]
-        routed, made = set[str](), dict[str, str]()
-        for node in self.graph.nodes:
-            operands = [made.get(name, name) for name in node.operands if name is not None]
-            if node.routed:
-                routed.update(operands)
-            elif len(set(operands)) == 1:  # a parameter in another form
-                made.update((name, operands[0]) for name in node.outputs if name is not None)
-        for one in self.graph.parameters:
-            each = one.dtype.itemsize * one.requires_grad + stored(one.dtype, one.frozen).itemsize
-            found[one.name in routed] += prod(one.shape) * each
-        return found[0], found[1]
+        return stored_bytes(self.graph, self.options.precision)
 
     @cached_property
     def _groups(self) -> int:
@@ -223,17 +229,17 @@ class ShapeSearch:
         if fold is None:
             return (1,)
         positions = self.graph.dims[fold.dim].size
-        return [one for one in _divisors(math.gcd(positions, self.devices)) if one <= MOST_MODEL_RANKS]
+        return [one for one in divisors(math.gcd(positions, self.devices)) if one <= MOST_MODEL_RANKS]
 
     def shapes(self) -> Iterator[Shape]:
         """Yield all shapes."""
         batch, layers = self.graph.dims[BATCH].size, self.layers
-        for stages in _divisors(self.devices):
+        for stages in divisors(self.devices):
             ranks = self.devices // stages
-            models = [model for model in _divisors(ranks) if model <= MOST_MODEL_RANKS]
+            models = [model for model in divisors(ranks) if model <= MOST_MODEL_RANKS]
             splits = [Split(model, 1, context) for context in self._contexts for model in models]
             # Ranks that split the experts leave no layer that is too large for one rank.
-            splits += [Split(1, expert) for expert in _divisors(self._groups)[1:]]
+            splits += [Split(1, expert) for expert in divisors(self._groups)[1:]]
             for split in splits:
                 if ranks % prod(split):
                     continue
@@ -243,7 +249,7 @@ class ShapeSearch:
                 if not least <= stages <= layers or batch % (data * expert):
                     continue
                 of_rank = batch // (data * expert)
-                for rows in _divisors(of_rank):
+                for rows in divisors(of_rank):
                     count = of_rank // rows
                     if ((rows <= MOST_ROWS and rows & (rows - 1) == 0) or count == 1) and (stages == 1 or count > 1):
                         yield Shape(stages, data, model, count, rows, expert, context)
@@ -291,15 +297,21 @@ class ShapeSearch:
         exceeds = limit is not None and moved / self.devices > limit
         return setting.modes[:3] if exceeds else setting.modes
 
-    def _likely_seconds(self, shape: Shape, layers: int) -> float:
+    def _likely_seconds(self, shape: Shape) -> float:
         """Return the least time that the layers' times on fewer model ranks, of as many rows, leave to a shape."""
         least = 0.0
         own = shape.split
-        for (split, rows), every in self.layer_seconds.items():
-            is_less = split.model <= own.model and split.expert == own.expert and split.context <= own.context
+        for (split, rows, halves), every in self.layer_seconds.items():
+            is_less = (
+                halves == shape.halves
+                and split.model <= own.model
+                and split.expert == own.expert
+                and split.context <= own.context
+            )
             if rows >= shape.rows and is_less:
                 each = every * shape.rows / rows * prod(split) / prod(own)
-                least = max(least, least_seconds(shape.count * each / shape.stages, shape.stages, shape.count, layers))
+                work = shape.count * each / shape.stages
+                least = max(least, least_seconds(work, shape.stages, shape.count, self.layers))
         return SLACK * least
 
     # -- one shape
@@ -320,7 +332,7 @@ class ShapeSearch:
 
     def _price_plan(self, shape: Shape, number: int, plan: StepPlan) -> bool:
         """Find the best stages of a shape under a plan; return True if plans of less memory are slower."""
-        key = shape.split, shape.rows, shape.count > 1, number
+        key = shape.split, shape.rows, shape.micro is not None, shape.halves, number
         known = self.known.get(key)
         # The costs on other ranks that split the batch tell about what these would be.
         if known is not None and self._best_design(shape, known) is None:
@@ -349,7 +361,7 @@ class ShapeSearch:
 
         Saved bytes grow with the rows. Each row more takes as long as the last ones that were priced.
         """
-        keys = ((shape.split, rows, True, number) for rows in _divisors(shape.rows)[:-1])
+        keys = ((shape.split, rows, True, shape.halves, number) for rows in divisors(shape.rows)[:-1])
         before = [(key[1], self.known[key]) for key in keys if key in self.known]
         if not before:
             return None
@@ -397,11 +409,10 @@ class ShapeSearch:
         """Return the costs of the segments under a plan of the short graph, given those on other ranks or none, and
         those of the first modes or none.
         """
-        micro = MicroBatches(shape.count, BATCH) if shape.count > 1 else None
         like = known and (known.like or known)
-        plan = on_axes(plan, shape.axes, micro)
+        plan = on_axes(plan, shape.axes, shape.micro)
         found = model_costs(self.short, plan, self.cluster, self.some_micro, modes, like, begun)
-        key, seconds = (shape.split, shape.rows), float(found.seconds[0].sum())
+        key, seconds = (shape.split, shape.rows, shape.halves), float(found.seconds[0].sum())
         self.layer_seconds[key] = min(self.layer_seconds.get(key, math.inf), seconds)
         return found
 
@@ -417,7 +428,7 @@ class ShapeSearch:
         stages, expert = self.stages_for(shape.split), shape.expert
         ranks = max(1, self.devices // prod(shape.split) // stages)
         data = max(
-            (each for each in _divisors(ranks) if batch // expert % each == 0 and batch // expert // each > 1),
+            (each for each in divisors(ranks) if batch // expert % each == 0 and batch // expert // each > 1),
             default=1,
         )
         micro = MicroBatches(batch // (data * expert), BATCH)
@@ -428,7 +439,3 @@ class ShapeSearch:
 
 def _schedules(shape: Shape) -> Sequence[ScheduleChoice]:
     return SCHEDULES if shape.stages > 1 else SCHEDULES[:1]
-
-
-def _divisors(number: int) -> Sequence[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

@@ -22,6 +22,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import MicroBatches, PipelineStatement
 from autopar.sharding.schedules import most_in_flight, orders
 from autopar.sharding.time_slice import slice_in_time
+from autopar.solver.mesh_shape import Shape
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.order_bound import order_bound
 from autopar.solver.published_strategies import check_in_time
@@ -50,7 +51,7 @@ class StagedPlan:
 
     def __init__(self, search: ShapeSearch, priced: PricedShape) -> None:
         self.search, self.priced = search, priced
-        self.micro = MicroBatches(priced.shape.count)
+        self.micro = _micro_of(priced.shape)
         self.began = time.monotonic()
         setting = _setting(search, priced)
         bound_layout = BoundLayout(setting.graph, Layout(()), setting.axes)
@@ -122,7 +123,7 @@ def with_bound(search: ShapeSearch, priced: PricedShape, solved: SolvedPlan) -> 
     """
     shape, pipelining = priced.shape, solved.plan.assignment.pipelining
     assert pipelining is not None, "a plan with stages"
-    micro, network = MicroBatches(shape.count), Network(search.cluster, SubMesh(shape.mesh), search.options.links)
+    micro, network = _micro_of(shape), Network(search.cluster, SubMesh(shape.mesh), search.options.links)
     least = least_sent_bytes(search.short, micro, prod(shape.axes.values()))
     send = network.seconds("send", (STAGES,), least) if least else 0.0
     work = sum(stage.pass_seconds for stage in solved.costs.stages)
@@ -141,8 +142,14 @@ def with_bound(search: ShapeSearch, priced: PricedShape, solved: SolvedPlan) -> 
     return replace(solved, bound_seconds=min(bound, solved.costs.step_seconds))
 
 
+def _micro_of(shape: Shape) -> MicroBatches:
+    micro = shape.micro
+    assert micro is not None, "stages run micro-batches"
+    return micro
+
+
 def _setting(search: ShapeSearch, priced: PricedShape) -> PlanningProblem:
-    micro, options = MicroBatches(priced.shape.count), replace(search.options, micro_batches=priced.shape.count)
+    micro, options = _micro_of(priced.shape), replace(search.options, micro_batches=priced.shape.count)
     call = MicroBatchedCall(search.graph, micro)
     sliced = slice_in_time(search.graph, micro)
     return PlanningProblem.of(sliced, SubMesh(priced.shape.axes), search.cluster, options, call)

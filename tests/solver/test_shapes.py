@@ -51,8 +51,12 @@ def search_of(graph: NamedGraph, devices: int, limit: float = math.inf) -> Shape
 
 @pytest.mark.parametrize(
     "shape",
-    [Shape(4, 2, 1, 8, 2), pytest.param(Shape(2, 2, 2, 16, 1), marks=pytest.mark.slow)],
-    ids=lambda shape: f"pp={shape.stages},dp={shape.data},tp={shape.model}",
+    [
+        Shape(4, 2, 1, 8, 2),
+        Shape(2, 2, 2, 4, 4, halves=True),
+        pytest.param(Shape(2, 2, 2, 16, 1), marks=pytest.mark.slow),
+    ],
+    ids=lambda shape: f"pp={shape.stages},dp={shape.data},tp={shape.model}{' halves' * shape.halves}",
 )
 def test_the_costs_of_segments_add_up(shape: Shape) -> None:
     """Time and memory of the stages, from their segments, are those of the whole plan by `evaluate`."""
@@ -68,7 +72,11 @@ def test_the_costs_of_segments_add_up(shape: Shape) -> None:
     assert 0 < with_bound(search, priced, solved).bound_seconds <= solved.costs.step_seconds
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 4, 1, 4, 2), Shape(1, 2, 2, 1, 16)], ids=["micro 4", "whole batch"])
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(1, 4, 1, 4, 2), Shape(1, 2, 2, 1, 16), Shape(1, 2, 2, 2, 8, halves=True)],
+    ids=["micro 4", "whole batch", "halves"],
+)
 def test_a_search_begins_from_the_proposed_plan(shape: Shape) -> None:
     """Without any time for a search, a mesh has the plan of its shape, in as much time as was estimated."""
     search = search_of(traced(), 4)
@@ -76,7 +84,7 @@ def test_a_search_begins_from_the_proposed_plan(shape: Shape) -> None:
     priced = min(search.found, key=lambda one: one.seconds)
     first = plan_without_stages(search, priced)
     assert first is not None
-    layout = Layout((MicroBatches(shape.count),)) if shape.count > 1 else None
+    layout = None if shape.micro is None else Layout((shape.micro,))
     found = solve_plan(
         search.graph,
         SubMesh(shape.mesh),
@@ -214,6 +222,21 @@ def test_experts_have_ranks_of_their_own() -> None:
     assert {one.axes for one in sent} == {("ep",)}
     # Two in the forward and two in the backward, for both layers of a stage and each micro-batch.
     assert sum(one.count for one in sent) == 4 * 2 * 4
+
+
+def test_halves_are_tried_where_activations_are_sent() -> None:
+    """A mesh without stages that is followed in halves is followed without them, too: estimates are rough."""
+    search = search_of(mixture(), 16, 10 * 2**30)
+    followed = search.promising()
+    assert any(split.expert > 1 for split in search.pieces)
+    for split in search.pieces:
+        tried = {halves for own, _, halves in search.layer_seconds if own == split}
+        assert tried == ({False} if split == Split(1) else {False, True}), split
+    for one in search.found:
+        assert one.shape.count * one.shape.rows * one.shape.data * one.shape.expert == 64
+    alone = [one.shape for one in followed if one.shape.stages == 1]
+    for mesh in {tuple(shape.axes.items()) for shape in alone}:
+        assert any(not shape.halves for shape in alone if tuple(shape.axes.items()) == mesh)
 
 
 def test_more_ranks_than_experts() -> None:
