@@ -152,7 +152,7 @@ class ShapeSearch:
         own = [one for one in self.found if one.shape in shapes]
         best = min((one.seconds for one in own), default=math.inf)
         like = [one.shape for one in own if one.seconds <= NEARLY * best] or self._in_order(shapes)[:1]
-        return [halved for shape in like for halved in shape.in_halves()]
+        return list(dict.fromkeys(halved for shape in like for halved in shape.in_halves()))
 
     def _rising(self, every: Iterable[Size], near: Size) -> Iterator[Size]:
         """Yield larger values from one on, then smaller ones, each until the step takes longer."""
