@@ -11,6 +11,7 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.process_groups import GroupsOfMicroBatch
 from autopar.lowering.emit import emit
+from autopar.lowering.passes.micro_batches import NotInTimeError
 from autopar.lowering.passes.pipeline_parts import check_loops
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
@@ -147,7 +148,10 @@ def plan_under(setting: PlanningProblem, layout: Layout, known: PropagationCache
 
 def check_in_time(graph: NamedGraph, micro: MicroBatches, schedule: Schedule | None) -> None:
     """Raise if an op or a schedule needs all micro-batches at once: the generated graph tells, and no rank runs it."""
-    emitted = emit(graph, time_assignment(graph, micro), GroupsOfMicroBatch(None), "sharded", local_inputs=False)
+    try:
+        emitted = emit(graph, time_assignment(graph, micro), GroupsOfMicroBatch(None), "sharded", local_inputs=False)
+    except NotInTimeError as error:
+        raise error.of(micro) from None
     if schedule is not None:
         check_loops(graph, emitted.graph_module, schedule)
 

@@ -119,6 +119,10 @@ def test_refusals() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     with pytest.raises(autopar.LayoutError, match="E5: micro 2 cannot split the batch"):
         autopar.plan(model, "dp=2", (torch.empty(8, 3, 16, 16),), layout="micro 2", cluster="h100", cache=False)
+    with pytest.raises(autopar.LayoutError, match="E5: micro 2 halves cannot split the batch") as halves:
+        autopar.plan(model, "dp=2", (torch.empty(8, 3, 16, 16),), layout="micro 2 halves", cluster="h100", cache=False)
+    assert "^" in str(halves.value), "it shows the statement"
+    assert "fix: micro 1, or " in str(halves.value)
     with pytest.raises(
         autopar.LayoutError, match=r"micro 3(.|\n)*fix: write 'micro 2' or 'micro 4', or give a batch of"
     ):

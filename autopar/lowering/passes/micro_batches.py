@@ -40,10 +40,20 @@ from autopar.lowering.modules.micro_loop import (
 from autopar.lowering.modules.shard_ops import RandomOp, ReshardModule
 from autopar.lowering.passes.pipeline_parts import VALUE, InputOrigin, StageCut, cut_in_parts
 from autopar.mesh import SubMesh
+from autopar.sharding.layout.source import layout_error
+from autopar.sharding.layout.syntax import MicroBatches, print_statement
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.sharding import MICRO, Atoms, State, place_in_time
 
-__all__ = ["MicroBatchEnd", "begin_mark", "counts_positions", "end_mark", "loop_micro_batches", "needs_all_rows"]
+__all__ = [
+    "MicroBatchEnd",
+    "NotInTimeError",
+    "begin_mark",
+    "counts_positions",
+    "end_mark",
+    "loop_micro_batches",
+    "needs_all_rows",
+]
 
 
 class MicroBatchEnd(nn.Module):
@@ -59,10 +69,22 @@ STATISTICS = "a model that handles each row by itself (GroupNorm for BatchNorm, 
 POSITIONS = "give the positions as an input of the model"
 
 
-def no_micro_batches(count: int, reason: str, fix: str = "") -> LayoutError:
-    """Return the error for a batch that cannot be split in time."""
-    other = f", or {fix}" if fix else ""
-    return LayoutError("E5", f"E5: micro {count} cannot split the batch: {reason}\nfix: micro 1{other}")
+class NotInTimeError(LayoutError):
+    """A batch cannot be split in time."""
+
+    reason = fix = ""
+
+    def of(self, micro: MicroBatches) -> LayoutError:
+        """Return the error about the statement that splits it."""
+        return layout_error("E5", f"{print_statement(micro)} {self.reason}", self.fix, micro.span)
+
+
+def no_micro_batches(count: int, reason: str, fix: str = "") -> NotInTimeError:
+    """Return the error for a batch that cannot be split in time; `count`: its parts."""
+    reason, fix = f"cannot split the batch: {reason}", f"micro 1, or {fix}" if fix else "micro 1"
+    error = NotInTimeError("E5", f"E5: micro {count} {reason}\nfix: {fix}")
+    error.reason, error.fix = reason, fix
+    return error
 
 
 def needs_all_rows(count: int, node: NamedNode) -> LayoutError:
