@@ -10,7 +10,8 @@ from torch.fx import Graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.rules.shard_call.attention import SDPA, repeat_grouped_heads
+from autopar.rules.shard_call.attention import SDPA
+from autopar.rules.shard_call.device_kernels import take_device_kernels
 from examples.hf import hf
 
 
@@ -49,7 +50,7 @@ def test_heads_are_repeated_where_no_kernel_takes_groups(
     masked: bool, dtype: torch.dtype, device: str, heads: int
 ) -> None:
     graph = graph_of(masked, True)
-    repeat_grouped_heads(graph, device)
+    take_device_kernels(graph, device)
     q, k, v = (torch.randn(2, h, 6, 4, dtype=dtype, requires_grad=True) for h in (4, 2, 2))
     mask = torch.ones(6, 6, dtype=torch.bool)
     with Heads() as found:
@@ -59,7 +60,7 @@ def test_heads_are_repeated_where_no_kernel_takes_groups(
 
 def test_attention_with_as_many_heads_stays() -> None:
     graph = graph_of(True, False)
-    repeat_grouped_heads(graph, "cuda")
+    take_device_kernels(graph, "cuda")
     assert {node.target for node in graph.nodes if node.op == "call_function"} == {SDPA}
 
 
@@ -70,7 +71,7 @@ def test_repeated_heads_give_the_same() -> None:
     module = torch.fx.GraphModule(torch.nn.Module(), graph_of(True, True))
     expected = module(q, k, v, mask)
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
-    repeat_grouped_heads(module.graph, "cuda")
+    take_device_kernels(module.graph, "cuda")
     module.recompile()
     found = module(q, k, v, mask)
     assert torch.allclose(found, expected, rtol=0, atol=1e-14)
