@@ -107,6 +107,7 @@ class _Emitter:
         self.reshard_plan = insert_reshards(graph, assignment, outputs, local_inputs)
         if verifying():
             verify_reshards(graph, assignment, self.reshard_plan, outputs)
+        self.trained = {name for name, tensor in graph.tensors.items() if tensor.requires_grad}
         self.out = Graph()
         self.modules: dict[str, nn.Module] = {}
         self.routed = RoutedRows(graph, self.axes, self.groups, parameters.precision, self.out, self._module)
@@ -156,11 +157,12 @@ class _Emitter:
         put_in_loops(self.out, self.modules, self.outputs, self.graph, self.groups)
         if self.parameters.gate is not None:
             put_gate(self.out, self.modules, self.parameters.gate)
-        take_device_kernels(self.out, self.groups.device_type)
+        take_device_kernels(self.out, self.groups.device_type, lambda value: value.meta.get(VALUE) in self.trained)
         module = with_regions(self.out, self.modules, self.regions)
-        draws = tuple(self.drawings.ops)
         returned = self.reshard_plan.results[len(self.graph.exported.mutations) :]
-        emitted = Emitted(module, self.reshard_plan.inserted(), returned, draws, ends, self.sum_bytes)
+        emitted = Emitted(
+            module, self.reshard_plan.inserted(), returned, tuple(self.drawings.ops), ends, self.sum_bytes
+        )
         if verifying():
             verify_emitted(self.graph, self.assignment, self.groups, self.reshard_plan, emitted)
         return emitted
@@ -172,7 +174,7 @@ class _Emitter:
         parameters = replace(self.parameters, handling=handling, awaited=False)
         self.sum_bytes |= put_in_buckets(graph, modules, self.by_node, parameters)
         self.in_bodies |= in_a_bucket(graph, modules)
-        take_device_kernels(graph, self.groups.device_type)
+        take_device_kernels(graph, self.groups.device_type, lambda value: value.meta.get(VALUE) in self.trained)
         return with_regions(graph, modules, self.regions)
 
     def _mark(self, made: Node, source: Node, op: str) -> None:
@@ -214,9 +216,8 @@ class _Emitter:
         if is_idle_copy(source) and op_assignment.operands == op_assignment.produced:
             result = arguments["self"]
         else:
-            result = self._scaled(
-                self._local(source, node, op_assignment, wired, arguments), node, op_assignment.choice
-            )
+            made = self._local(source, node, op_assignment, wired, arguments)
+            result = self._scaled(made, node, op_assignment.choice)
         self._keep(source, node, op_assignment, result)
         for one in wired.after:
             self._convert(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from operator import getitem
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.fx import Graph, Node
 
 from autopar.rules.call import arguments_by_name
 from autopar.rules.shard_call.attention import SDPA, attention_on_gpu, attention_with_all_heads
-from autopar.rules.shard_call.unequal_widths import attention_of_unequal_widths
+from autopar.rules.shard_call.dropout import attention_with_dropout
+from autopar.rules.shard_call.fused_attention import fused_attention
 
 __all__ = ["BATCH_NORM", "take_device_kernels", "with_most_memory"]
 
@@ -20,13 +22,13 @@ BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 STATISTICS = (1, 2)
 
 
-def take_device_kernels(graph: Graph, device_type: str) -> None:
-    """Replace ops, in place, by calls of the kernels that a device has for them."""
+def take_device_kernels(graph: Graph, device_type: str, trained: Callable[[Node], bool] = lambda value: False) -> None:
+    """Replace ops, in place, by calls of the kernels that a device has for them; `trained`: a value has a gradient."""
     for node in graph.find_nodes(op="call_function", target=SDPA):
-        if device_type == "cuda" and node.kwargs.get("enable_gqa"):
+        if _is_written_out(node, device_type, trained):
+            node.target = fused_attention
+        elif device_type == "cuda" and node.kwargs.get("enable_gqa"):
             node.target = attention_on_gpu
-        elif device_type == "cpu" and _has_unequal_widths(node):
-            node.target = attention_of_unequal_widths
     if device_type == "cuda":
         for node in graph.find_nodes(op="call_function", target=BATCH_NORM):
             picked = [user.args[1] for user in node.users if user.target is getitem]
@@ -34,29 +36,39 @@ def take_device_kernels(graph: Graph, device_type: str) -> None:
                 node.target = batch_norm_on_gpu
 
 
-def with_most_memory(node: Node) -> Any:
-    """Return the target of a node in its form of most memory on any device.
+def with_most_memory(node: Node, trained: Set[Node]) -> Any:
+    """Return the target of a node in its form of most memory on any device: with all heads beside a mask.
 
-    Beside a mask attention has all heads. With values of another width it is fused, as on GPUs.
+    With dropout several ranks write attention out.
     """
     if node.target is not SDPA:
         return node.target
-    if _has_unequal_widths(node):
-        return attention_of_unequal_widths
     given = arguments_by_name(SDPA, node.args, node.kwargs)
+    if given["dropout_p"]:
+        return attention_with_dropout
+    if _is_written_out(node, "cpu", trained.__contains__):
+        return fused_attention
     return attention_with_all_heads if given["enable_gqa"] and given["attn_mask"] is not None else SDPA
 
 
-def _has_unequal_widths(node: Node) -> bool:
-    widths = {_width(source) for source in (node.args[0], node.args[2]) if isinstance(source, Node)}
-    return len(widths - {None}) > 1
+def _is_written_out(node: Node, device_type: str, trained: Callable[[Node], bool]) -> bool:
+    """Return whether torch takes no fused kernel for the shapes of attention, or for a gradient of its mask."""
+    given = arguments_by_name(SDPA, node.args, node.kwargs)
+    query, key, value = (_shape(given[name]) for name in ("query", "key", "value"))
+    if not (query and key and value):
+        return False
+    heads = 1 if given["enable_gqa"] else 2
+    if len(query) != 4 or not query[:heads] == key[:heads] == value[:heads]:
+        return True
+    mask = given["attn_mask"]
+    return device_type == "cpu" and (query[-1] != value[-1] or (isinstance(mask, Node) and trained(mask)))
 
 
-def _width(source: Node) -> int | None:
-    """Return the last size of a value of an exported or a generated graph; None where it is not known."""
+def _shape(source: Any) -> tuple[int, ...] | None:
+    """Return the shape of a value of an exported or a generated graph; None where it is not known."""
     value = source.meta.get("val")
     shape = source.meta.get("local_shape", value.shape if isinstance(value, Tensor) else None)
-    return shape[-1] if shape else None
+    return None if shape is None else tuple(shape)
 
 
 def batch_norm_on_gpu(
