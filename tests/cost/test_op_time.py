@@ -136,6 +136,27 @@ def test_causal_attention_computes_half_of_the_scores() -> None:
     assert causal.forward.flops / full.forward.flops == pytest.approx(65 / 128)
 
 
+class Dropped(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+
+
+def test_several_ranks_write_dropout_of_attention_out() -> None:
+    """In float32, all scores, with passes over them; one rank runs the fused kernel."""
+    given = [torch.randn(4, 8, 512, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
+    graph = autopar.trace(Dropped(), tuple(given), dims=dict.fromkeys("qkv", "batch heads rows k"))
+    device = Device("halves", 1e12, 1e12, 0.0, MappingProxyType({"float32": 1e13, "bfloat16": 1e14}))
+    ((alone,), (many,)) = (works(graph, "batch -> dp; * -> none", {"dp": ranks}, device).values() for ranks in (1, 2))
+    products = 2 * 2.0 * 4 * 8 * 512 * 512 * 64
+    assert alone.forward.flops == pytest.approx(products / 2, rel=1e-2)
+    assert many.forward.flops == products / 2, "all scores of half of the batch"
+    assert many.backward.flops == products
+    assert many.forward.multiplying_seconds == pytest.approx(10 * alone.forward.multiplying_seconds, rel=1e-2)
+    scores = 2 * 8 * 512 * 512 * 4
+    assert 10 * scores < many.forward.bytes < 15 * scores
+    assert many.forward.seconds > many.forward.multiplying_seconds + 10 * scores / 1e12
+
+
 def test_the_last_shard_of_causal_queries_sees_most() -> None:
     class Attend(nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

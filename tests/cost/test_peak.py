@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autopar
@@ -63,6 +64,43 @@ def compare(graph: NamedGraph, layout: str, axes: Mapping[str, int], rank: int) 
 @pytest.mark.parametrize("layout", GPT_LAYOUTS)
 def test_a_gpt_is_measured_as_predicted(small_gpt: NamedGraph, layout: str) -> None:
     compare(small_gpt, layout, GPT_LAYOUTS[layout], rank=1)
+
+
+class Attention(nn.Module):
+    """Long attention with few dims, so that scores would be most of the memory."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.widths = (24, 24, 16) if how == "unequal widths" else (16, 16, 16)
+        self.project = nn.Linear(64, 4 * sum(self.widths))
+        self.out = nn.Linear(64, 64)
+        self.bias = nn.Parameter(torch.zeros(4, 320, 320)) if how == "trained mask" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (4, sum(self.widths))).transpose(1, 2).split(self.widths, -1)
+        rate = 0.1 if "dropout" in self.how else 0.0
+        causal = self.how in ("causal dropout", "unequal widths")
+        if self.how == "one head of keys":
+            k, v = k[:, :1], v[:, :1]
+        found = functional.scaled_dot_product_attention(q, k, v, self.bias, rate, is_causal=causal)
+        return self.out(found.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["batch -> dp; * -> none", "heads -> dp; * -> none"])
+@pytest.mark.parametrize("how", ["unequal widths", "trained mask", "one head of keys", "dropout", "causal dropout"])
+def test_attention_is_measured_as_predicted(how: str, layout: str) -> None:
+    """Dropout is written out with its scores; for the others no rank keeps any."""
+    torch.manual_seed(0)
+    graph = autopar.trace(Attention(how), (torch.randn(8, 320, 64),), dims={"x": "batch seq d_model"})
+    plan = plan_of(graph, layout, {"dp": 2})
+    found, real = predicted(graph, plan), measure(graph, plan)
+    assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.05)
+    assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
+    # Of half of the samples, or of half of the heads.
+    scores = 8 * 4 // 2 * 320 * 320 * 4
+    assert (found.saved_bytes > scores) == ("dropout" in how)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -42,6 +42,7 @@ from autopar.mesh import SubMesh
 from autopar.rules.ops.loss_pieces import LINEAR_CROSS_ENTROPY
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.choices import Choice, Site
+from autopar.sharding.options import sum_dtype
 from autopar.sharding.pipelining import PRODUCTS
 from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_excess
 
@@ -49,6 +50,9 @@ from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_exces
 FLOAT8_LAUNCHES = 10
 # Bytes of an element meanwhile: the largest number is read, the scaled tensor written, cast, and laid out anew.
 CAST_BYTES = 2 + (2 + 2) + (2 + 1) + (1 + 1)
+# Reads and writes of scores where attention is written out: a mask (2), the softmax (2), the drawn numbers (2.25), and
+# dropout (6.25). The gradient passes through all but the draw; that of a softmax reads two tensors.
+SCORE_PASSES, SLOPE_PASSES = 12.5, 11.25
 
 
 @dataclass(frozen=True)
@@ -395,6 +399,8 @@ class _OpTimer:
         keys = prod(sizes[factor] for factor in value - output - {"v"})
         width = sum(sizes[factor] for factor in (query | value) - (output & query) - (value - output))
         heads = max(1, rows // sizes.get("s", 1))
+        if rule.random and prod(self.axes.values()) > 1:
+            return self._written_attention(heads, sizes.get("s", 1), keys, width)
         share = unmasked_share(self.node, sizes)
         flops = 2.0 * rows * keys * width * share
         moved = sum(map(self._operand_bytes, range(len(self.node.operands)))) + self._output_bytes(0)
@@ -412,6 +418,17 @@ class _OpTimer:
             seconds = max(alone, ring.calls * self.device.launch_seconds) + merged
             works.append(DirectionWork(times * flops, moved * times, seconds, times * flops / peak, ring.calls))
         return OpWork(works[0], works[1] if self._trained() else NO_WORK)
+
+    def _written_attention(self, heads: int, queries: int, keys: int, width: int) -> OpWork:
+        """Return the work of attention with dropout, which several ranks write out; `width`: of keys and of values."""
+        dtype = sum_dtype(self._dtype(0))
+        product = self._product_work(MatmulShape(heads, queries, keys, width), dtype, peak_of(self.device, dtype))
+        scores = heads * queries * keys * dtype.itemsize
+        forward, backward = (
+            product * times + self._by_bytes(passes * scores)
+            for times, passes in ((1, SCORE_PASSES), (2, SLOPE_PASSES))
+        )
+        return OpWork(forward, backward if self._trained() else NO_WORK)
 
     def _recurrent(self) -> tuple[DirectionWork, DirectionWork]:
         """Return the work of the weight matrices: once for each token, and twice in the backward."""

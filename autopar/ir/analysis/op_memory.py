@@ -239,9 +239,9 @@ def _probe_on(device: str, node: Node, trained: frozenset[Node]) -> Footprint:
     with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given)
         target: Any = node.target
-        run = with_most_memory(node)
+        run = with_most_memory(node, trained)
         operands = operands_of(target, arguments_by_name(target, args, kwargs))
-        return measure(operands, lambda: run(*args, **arguments_on(device, node, kwargs)))
+        return measure(operands, lambda: run(*args, **arguments_on(device, kwargs)))
 
 
 def measure(operands: Sequence[Any], call: Callable[[], Any]) -> Footprint:
@@ -303,14 +303,11 @@ def address_of(tensor: Tensor) -> int:
     return address
 
 
-def arguments_on(device: str, node: Node, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_on(device: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for a run of a node's op on fake tensors of a device."""
     changed = dict(kwargs)
     if "device" in changed:
         changed["device"] = torch.device(device)
-    # With dropout the CPU, and only the CPU, uses the unfused kernel, which saves the scores.
-    if node.target is torch.ops.aten.scaled_dot_product_attention.default and "dropout_p" in changed:
-        changed["dropout_p"] = 0.0
     return changed
 
 
@@ -386,11 +383,12 @@ class _SavingRun:
 
     def call(self, node: Node, recomputed: bool) -> None:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.results.__getitem__)
-        target = with_most_memory(node)
+        trained = {one for one in node.all_input_nodes if any(x.requires_grad for x in _tensors(self.results[one]))}
+        target = with_most_memory(node, trained)
         self.packed.clear()
         try:
             with silent_failures():
-                result = target(*args, **arguments_on("cpu", node, kwargs))
+                result = target(*args, **arguments_on("cpu", kwargs))
         except (RuntimeError, NotImplementedError):
             if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
                 raise

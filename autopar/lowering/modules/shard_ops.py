@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from autopar.lowering.collectives.key_ring import LocalKeyRing
 from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.modules.random_draws import DropoutMask, OpSample, RandomDraw, RreluSlopes, draw, known
 from autopar.rules.shard_call.dispatch import LOWERINGS
+from autopar.rules.shard_call.dropout import attend_dropped, dropped, scale_of
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.lowered_ops import LoweredOpContext
 from autopar.sharding.lowered_ops.base import Send
@@ -116,13 +116,13 @@ class Dropout(RandomOp):
 
     def __init__(self, what: DropoutMask, rule: str, with_mask: bool) -> None:
         super().__init__(what, rule)
-        self.scale = _scale(what.rate)
+        self.scale = scale_of(what.rate)
         self.with_mask = with_mask
 
     def forward(self, key: Tensor, x: Tensor) -> Any:
         kept = draw(key, (), self.draw)
-        dropped = _dropped(x, kept, self.scale)
-        return (dropped, kept) if self.with_mask else dropped
+        result = dropped(x, kept, self.scale)
+        return (result, kept) if self.with_mask else result
 
 
 class Rrelu(RandomOp):
@@ -187,56 +187,11 @@ class DropoutAttention(RandomOp):
         self.is_causal = bool(arguments["is_causal"])
         self.grouped = bool(arguments["enable_gqa"])
         self.factor = arguments["scale"]
-        self.scale = _scale(what.rate)
+        self.scale = scale_of(what.rate)
 
     def forward(self, key: Tensor, *tensors: Tensor) -> Tensor:
         given = dict(zip(self.names, tensors, strict=True))
-        queries, keys, values, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
-        assert queries is not None, "attention has queries, keys and values"
-        assert keys is not None, "attention has queries, keys and values"
-        assert values is not None, "attention has queries, keys and values"
-        dtype = queries.dtype
-        if dtype in (torch.float16, torch.bfloat16):
-            queries, keys, values = queries.float(), keys.float(), values.float()
-        if self.grouped:
-            keys = keys.repeat_interleave(queries.shape[-3] // keys.shape[-3], -3)
-            values = values.repeat_interleave(queries.shape[-3] // values.shape[-3], -3)
-        factor = 1 / sqrt(queries.shape[-1]) if self.factor is None else self.factor
-        scores = (queries * factor) @ keys.transpose(-1, -2)
-        if self.is_causal:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(self.first_row)
-            scores = scores.masked_fill(~seen, -torch.inf)
-        if mask is None:
-            weights = scores.softmax(-1)
-        else:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
-            weights = aten._safe_softmax.default(scores, -1)  # a row that sees nothing is zero
         kept = draw(key, (), self.draw)
-        return (_dropped(weights, kept, self.scale) @ values).to(dtype)
-
-
-def _dropped(x: Tensor, kept: Tensor, scale: float) -> Tensor:
-    found: Tensor = _Dropped.apply(x, kept, scale)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Dropped(torch.autograd.Function):
-    """Product with a mask, of which only the booleans are saved.
-
-    They are cast first: a product of numbers and booleans takes many times as long.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(kept)
-        ctx.scale = scale
-        return x * kept.to(x.dtype) * scale  # in this order: the scale itself would be rounded
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (kept,) = ctx.saved_tensors
-        return gradient * kept.to(gradient.dtype) * ctx.scale, None, None
-
-
-def _scale(rate: float) -> float:
-    return 0.0 if rate == 1 else 1 / (1 - rate)
+        options = self.is_causal, self.factor, self.grouped, self.first_row
+        operands = given["query"], given["key"], given["value"], given.get("attn_mask")
+        return attend_dropped(*operands, kept, self.scale, *options)
