@@ -64,7 +64,7 @@ def outcomes(cases: Sequence[int]) -> Iterator[CaseOutcome]:
                 except AssertionError as error:
                     yield CaseOutcome(_begun(Path(folder)), "error", _short(str(error)), 0)
                 ended = [_ended(path) for path in Path(folder).glob("ended*")]
-            both = [case for case in chunk if all(case in one for one in ended)]
+            both = [case for case in chunk if ended and all(case in one for one in ended)]
             for case in both:
                 yield max((one[case] for one in ended), key=lambda one: one.kind)
             # A case that fails ends its launch, and those after it take another one.
