@@ -28,12 +28,19 @@ def stored_splits(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> Splits:
 
 
 def storage_of(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> tuple[Splits, Splits, Splits]:
-    """Return the splits of `param`, `grad` and `opt`, by default those of `param`."""
+    """Return the splits of `param`, `grad` and `opt`, by default those of `param`.
+
+    Where `opt { * -> dp }` splits what `param` does not, it adds to the splits of `param`.
+    """
     param = _closed(layout, tensor, "param", axes)
     opt = _closed(layout, tensor, "opt", axes) if _block(layout, tensor, "opt") else param
+    if not _begins(opt, param):
+        opt = _closed(layout, tensor, "opt", axes, param)
     grad = _closed(layout, tensor, "grad", axes) if _block(layout, tensor, "grad") else param
+    if grad not in (param, opt):
+        grad = _closed(layout, tensor, "grad", axes, param)
     # Gathering joins pieces of `opt` to a piece of `param`, so `opt` must begin with the axes of `param`.
-    if not all(whole == part[: len(whole)] for whole, part in zip(param, opt, strict=True)):
+    if not _begins(opt, param):
         block = _block(layout, tensor, "opt") or _block(layout, tensor, "param")
         raise layout_error(
             "E7",
@@ -55,6 +62,10 @@ def storage_of(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> tuple[Splits,
     return param, grad, opt
 
 
+def _begins(opt: Splits, param: Splits) -> bool:
+    return all(whole == part[: len(whole)] for whole, part in zip(param, opt, strict=True))
+
+
 def _block(layout: Layout, tensor: HasAtoms, kind: str) -> Block | None:
     """Return the first block with a scope of this kind that covers the tensor."""
     dims = {name for atom in tensor.atoms for name in atom.names}
@@ -67,8 +78,8 @@ def _block(layout: Layout, tensor: HasAtoms, kind: str) -> Block | None:
     return None
 
 
-def _closed(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> Splits:
-    return tuple(axes_of or () for axes_of in resolve(layout, tensor, kind, axes))
+def _closed(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh, begun: Splits | None = None) -> Splits:
+    return tuple(axes_of or () for axes_of in resolve(layout, tensor, kind, axes, begun))
 
 
 def _text(tensor: HasAtoms, splits: Splits) -> str:

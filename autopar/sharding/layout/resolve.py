@@ -7,7 +7,7 @@ rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -43,8 +43,13 @@ class _AxisClaim:
         return storage and self.rule.dims == ("*",)
 
 
-def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> SplitRequest:
-    """Return the request for a tensor in its role as `kind`, such as param or use."""
+def resolve(
+    layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh, begun: Sequence[Axes] | None = None
+) -> SplitRequest:
+    """Return the request for a tensor in its role as `kind`, such as param or use.
+
+    `begun`: splits that `* -> dp` in storage leaves as they are, on dims without a rule of their own, and adds to.
+    """
     claims: list[_AxisClaim] = []
     one_dim: DimRule | None = None
     for claim in _claims(layout, tensor, kind):
@@ -59,7 +64,14 @@ def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> Split
     # The bare `*` comes last, because it takes one of the dims that have no rule of their own.
     if one_dim is not None:
         spoken = {tensor.atoms[i].dim for claim in claims for i in claim.atoms}
-        _grant_one_dim(one_dim, tensor, axes, taken, spoken, wanted)
+        held = set[str]()
+        is_split = isinstance(one_dim.place.terms[0], SplitTerm)
+        for i, own in enumerate(begun or () if is_split else ()):
+            if own and wanted[i] is None and not any(axis in taken for axis in own):
+                wanted[i] = own
+                held.update(own)
+                spoken.add(tensor.atoms[i].dim)
+        _grant_one_dim(one_dim, tensor, axes, set(taken), spoken, wanted, held)
     # An atom of size 1 cannot be split, so it is not open.
     found = tuple(() if axes is None and tensor.atoms[i].size == 1 else axes for i, axes in enumerate(wanted))
     return found if kind not in ("input", "act", "output") else _split_in_time(layout, tensor, kind, found, axes)
@@ -284,23 +296,27 @@ def _grant_one_dim(
     rule: DimRule,
     tensor: HasAtoms,
     axes: SubMesh,
-    taken: Mapping[str, _AxisClaim],
+    taken: Set[str],
     spoken: set[int],
     wanted: list[Axes | None],
+    held: Set[str],
 ) -> None:
-    """Split the first free dim that the axes divide, for `param { * -> fsdp }`."""
+    """Split the first free dim that the axes divide, for `param { * -> fsdp }`; `held`: axes that split one already."""
     for i, axes_of in enumerate(wanted):
         wanted[i] = () if axes_of is None else axes_of
     for term in rule.place.terms:
         if not isinstance(term, SplitTerm):
             return
-        if any(axis in taken for axis in term.axes):
+        own = tuple(axis for axis in term.axes if axis not in held)
+        if not own:
+            return
+        if any(axis in taken for axis in own):
             continue
-        free = [(atoms, False) for atoms in _free_atoms(tensor, spoken, strided=len(term.axes) == 1)]
+        free = [(atoms, False) for atoms in _free_atoms(tensor, spoken, strided=len(own) == 1)]
         if term.pad:  # after those that the axes divide
             free += [(atoms, True) for atoms in _free_atoms(tensor, spoken, strided=False) if len(atoms) == 1]
         for atoms, uneven in free:
-            granted = _spread(atoms, term.axes, tensor, axes, uneven)
+            granted = _spread(atoms, own, tensor, axes, uneven)
             if granted is not None:
                 for i, given in granted.items():
                     wanted[i] = given

@@ -239,6 +239,27 @@ def test_rules_that_agree_are_no_error() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "opt"),
+    [
+        ("d_ff -> tp; opt { * -> dp }", ((("tp",), ("dp",)))),
+        ("d_ff -> tp; opt { * -> tp }", ((("tp",), ()))),
+        ("d_ff -> tp; opt { * -> tp | none }", ((("tp",), ()))),
+        ("d_ff -> tp; opt { * -> dp*tp | none }", ((("tp",), ("dp",)))),
+        ("d_ff -> tp; grad, opt { * -> dp | none }", ((("tp",), ("dp",)))),
+        ("d_ff -> tp; opt { d_model -> tp; * -> dp | none }", None),
+    ],
+)
+def test_states_keep_the_splits_of_their_parameter(text: str, opt: tuple[tuple[str, ...], ...] | None) -> None:
+    """A bare `*` splits another dim; a rule about a dim of its own means what it says."""
+    layout = parse_layout(text)
+    if opt is None:
+        with pytest.raises(LayoutError, match="E7"):
+            stored_splits(layout, W, AXES)
+    else:
+        assert stored_splits(layout, W, AXES) == opt
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (
