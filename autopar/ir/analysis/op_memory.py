@@ -239,7 +239,7 @@ def _probe_on(device: str, node: Node, trained: frozenset[Node]) -> Footprint:
     with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given)
         target: Any = node.target
-        run = with_most_memory(node, trained)
+        run = with_most_memory(node, trained.__contains__)
         operands = operands_of(target, arguments_by_name(target, args, kwargs))
         return measure(operands, lambda: run(*args, **arguments_on(device, kwargs)))
 
@@ -383,8 +383,7 @@ class _SavingRun:
 
     def call(self, node: Node, recomputed: bool) -> None:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.results.__getitem__)
-        trained = {one for one in node.all_input_nodes if any(x.requires_grad for x in _tensors(self.results[one]))}
-        target = with_most_memory(node, trained)
+        target = with_most_memory(node, lambda one: any(x.requires_grad for x in _tensors(self.results[one])))
         self.packed.clear()
         try:
             with silent_failures():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -15,10 +15,10 @@ __all__ = [
     "aligned",
     "attention_on_gpu",
     "attention_with_all_heads",
-    "broadcast_lead",
     "check_first_derivative",
     "fused_kernel",
     "in_sum_dtype",
+    "lead_of",
     "widened",
     "with_all_heads",
     "with_heads",
@@ -35,8 +35,12 @@ GPU_WIDEST = 256
 BLOCK_ROWS = 256
 
 
-def broadcast_lead(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+def lead_of(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[int, ...]:
+    """Return the leading dims of the result of attention; `grouped`: query heads share heads of keys."""
+    leads = [tuple(x.shape[:-2]) for x in (query, key, value)]
+    if grouped:
+        leads = [leads[0], *((*lead[:-1], leads[0][-1]) for lead in leads[1:])]
+    return tuple(torch.broadcast_shapes(*leads))  # type: ignore[no-untyped-call]
 
 
 def with_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool, shares: bool) -> list[Tensor]:
@@ -50,7 +54,7 @@ def with_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool, shares:
         return tensors
     if grouped:
         tensors[1:] = [x.repeat_interleave(heads[0] // x.shape[-3], -3) for x in tensors[1:]]
-    lead = broadcast_lead(x.shape[:-2] for x in tensors)
+    lead = lead_of(query, key, value, grouped)
     batch = (prod(lead[:-1]), lead[-1] if lead else 1)
     return [x.expand(*lead, *x.shape[-2:]).reshape(*batch, *x.shape[-2:]) for x in tensors]
 

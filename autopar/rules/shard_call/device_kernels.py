@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from operator import getitem
 from typing import Any
 
@@ -36,7 +36,7 @@ def take_device_kernels(graph: Graph, device_type: str, trained: Callable[[Node]
                 node.target = batch_norm_on_gpu
 
 
-def with_most_memory(node: Node, trained: Set[Node]) -> Any:
+def with_most_memory(node: Node, trained: Callable[[Node], bool]) -> Any:
     """Return the target of a node in its form of most memory on any device: with all heads beside a mask.
 
     With dropout several ranks write attention out.
@@ -46,7 +46,7 @@ def with_most_memory(node: Node, trained: Set[Node]) -> Any:
     given = arguments_by_name(SDPA, node.args, node.kwargs)
     if given["dropout_p"]:
         return attention_with_dropout
-    if _is_written_out(node, "cpu", trained.__contains__):
+    if _is_written_out(node, "cpu", trained):
         return fused_attention
     return attention_with_all_heads if given["enable_gqa"] and given["attn_mask"] is not None else SDPA
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.rules.shard_call.attention import broadcast_lead, in_sum_dtype
+from autopar.rules.shard_call.attention import in_sum_dtype, lead_of
 
 __all__ = ["attend_dropped", "attention_with_dropout", "dropped", "scale_of"]
 
@@ -88,6 +88,6 @@ def attention_with_dropout(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Run `scaled_dot_product_attention` as several ranks do, with a mask that is drawn at once."""
-    lead = query.shape[:-2] if enable_gqa else broadcast_lead(x.shape[:-2] for x in (query, key))
+    lead = lead_of(query, key, key, enable_gqa)
     kept = torch.rand(*lead, query.shape[-2], key.shape[-2], device=query.device) >= dropout_p
     return attend_dropped(query, key, value, attn_mask, kept, scale_of(dropout_p), is_causal, scale, enable_gqa)

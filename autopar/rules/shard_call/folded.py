@@ -19,10 +19,10 @@ from torch import Tensor
 from autopar.rules.shard_call.attention import (
     BLOCK_ROWS,
     aligned,
-    broadcast_lead,
     check_first_derivative,
     fused_kernel,
     in_sum_dtype,
+    lead_of,
     widened,
     with_heads,
 )
@@ -88,10 +88,7 @@ def attend_folded(
     `query` is `... rows e`, `key` `... keys e`, `value` `... keys v`. The queries hold the positions from `start` on of
     each piece. A row sees the last `window` keys up to its own, or all of them if it is 0.
     """
-    leads = [tuple(x.shape[:-2]) for x in (query, key, value)]
-    if grouped:
-        leads = [leads[0], *((*lead[:-1], leads[0][-1]) for lead in leads[1:])]
-    shape = (*broadcast_lead(leads), query.shape[-2], value.shape[-1])
+    shape = (*lead_of(query, key, value, grouped), query.shape[-2], value.shape[-1])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     width = max(query.shape[-1], value.shape[-1])
     kernel = kernel_for(query, width)

@@ -16,10 +16,10 @@ from torch import Tensor
 from autopar.rules.shard_call.attention import (
     BLOCK_ROWS,
     SDPA,
-    broadcast_lead,
     check_first_derivative,
     fused_kernel,
     in_sum_dtype,
+    lead_of,
     widened,
     with_heads,
 )
@@ -44,10 +44,7 @@ def fused_attention(
     is_plain = dropout_p or not (query.numel() and key.numel()) or (attn_mask is not None and is_causal)
     if is_plain or (device == "cpu" and not takes):
         return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
-    leads = [tuple(x.shape[:-2]) for x in (query, key, value)]
-    if enable_gqa:
-        leads = [leads[0], *((*lead[:-1], leads[0][-1]) for lead in leads[1:])]
-    lead = broadcast_lead(leads)
+    lead = lead_of(query, key, value, enable_gqa)
     q, k, v = with_heads(query, key, value, enable_gqa, shares=False)
     scores = *q.shape[:-1], k.shape[-2]
     mask = None if attn_mask is None else attn_mask.expand(*lead, *scores[-2:]).reshape(scores)

@@ -17,10 +17,10 @@ from torch import Tensor
 from autopar.rules.shard_call.attention import (
     BLOCK_ROWS,
     aligned,
-    broadcast_lead,
     check_first_derivative,
     fused_kernel,
     in_sum_dtype,
+    lead_of,
     widened,
     with_heads,
 )
@@ -46,10 +46,7 @@ def attend_last_rows(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     if kernel in ("cpu", "flash") and kernel_for(query, width) in ("cpu", "cudnn"):
         before = key.shape[-2] - query.shape[-2]
         return attend_folded(query, key, value, scale, grouped, pieces=1, start=before)
-    leads = [tuple(x.shape[:-2]) for x in (query, key, value)]
-    if grouped:
-        leads = [leads[0], *((*lead[:-1], leads[0][-1]) for lead in leads[1:])]
-    shape = (*broadcast_lead(leads), query.shape[-2], value.shape[-1])
+    shape = (*lead_of(query, key, value, grouped), query.shape[-2], value.shape[-1])
     scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
     if kernel == "efficient" and torch.compiler.is_compiling():
         kernel = "none"  # torch 2.13 does not know the shapes of what its backward gives

@@ -20,9 +20,9 @@ from torch import Tensor
 from autopar.rules.shard_call.attention import (
     BLOCK_ROWS,
     aligned,
-    broadcast_lead,
     check_first_derivative,
     in_sum_dtype,
+    lead_of,
     widened,
     with_heads,
 )
@@ -91,10 +91,7 @@ def attend_ring(
 
     `query` is `... rows e`, `key` `... keys e`, `value` `... keys v`, `mask` `... rows` by the keys of all shards.
     """
-    leads = [tuple(x.shape[:-2]) for x in (query, key, value)]
-    if grouped:
-        leads = [leads[0], *((*lead[:-1], leads[0][-1]) for lead in leads[1:])]
-    lead = broadcast_lead(leads)
+    lead = lead_of(query, key, value, grouped)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     width = max(query.shape[-1], value.shape[-1])
     kernel = "written" if mask is not None else kernel_for(query, width)

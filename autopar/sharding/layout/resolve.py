@@ -65,13 +65,13 @@ def resolve(
     if one_dim is not None:
         spoken = {tensor.atoms[i].dim for claim in claims for i in claim.atoms}
         held = set[str]()
-        is_split = isinstance(one_dim.place.terms[0], SplitTerm)
-        for i, own in enumerate(begun or () if is_split else ()):
+        kept = begun if begun and isinstance(one_dim.place.terms[0], SplitTerm) else ()
+        for i, own in enumerate(kept):
             if own and wanted[i] is None and not any(axis in taken for axis in own):
                 wanted[i] = own
                 held.update(own)
                 spoken.add(tensor.atoms[i].dim)
-        _grant_one_dim(one_dim, tensor, axes, set(taken), spoken, wanted, held)
+        _grant_one_dim(one_dim, tensor, axes, taken.keys(), spoken, wanted, held)
     # An atom of size 1 cannot be split, so it is not open.
     found = tuple(() if axes is None and tensor.atoms[i].size == 1 else axes for i, axes in enumerate(wanted))
     return found if kind not in ("input", "act", "output") else _split_in_time(layout, tensor, kind, found, axes)

@@ -241,11 +241,11 @@ def test_rules_that_agree_are_no_error() -> None:
 @pytest.mark.parametrize(
     ("text", "opt"),
     [
-        ("d_ff -> tp; opt { * -> dp }", ((("tp",), ("dp",)))),
-        ("d_ff -> tp; opt { * -> tp }", ((("tp",), ()))),
-        ("d_ff -> tp; opt { * -> tp | none }", ((("tp",), ()))),
-        ("d_ff -> tp; opt { * -> dp*tp | none }", ((("tp",), ("dp",)))),
-        ("d_ff -> tp; grad, opt { * -> dp | none }", ((("tp",), ("dp",)))),
+        ("d_ff -> tp; opt { * -> dp }", (("tp",), ("dp",))),
+        ("d_ff -> tp; opt { * -> tp }", (("tp",), ())),
+        ("d_ff -> tp; opt { * -> tp | none }", (("tp",), ())),
+        ("d_ff -> tp; opt { * -> dp*tp | none }", (("tp",), ("dp",))),
+        ("d_ff -> tp; grad, opt { * -> dp | none }", (("tp",), ("dp",))),
         ("d_ff -> tp; opt { d_model -> tp; * -> dp | none }", None),
     ],
 )
