@@ -25,6 +25,8 @@ class ParameterPasses:
     graph: NamedGraph
     axes: SubMesh
     precision: Precision
+    # Micro-batches share weights in float8.
+    keeps_casts: bool
     # Elements of the largest shard of each parameter, by sharding: several passes ask for each.
     numels: dict[tuple[str, Sharding], float]
 
@@ -36,6 +38,18 @@ class ParameterPasses:
     def coding_bytes_of(self, name: str, stored: Sharding, used: Sharding) -> float:
         """Return the bytes that a gather of a parameter in float8 reads and writes beside the message."""
         return coding_bytes(self._numel(name, stored), self._numel(name, used))
+
+    def casts_apart(self, name: str) -> bool:
+        """Return whether a weight is cast to float8 apart from the products that read it, or its view."""
+        return self.keeps_casts and name in self.graph.float8_weights
+
+    def weight_cast_bytes(self, name: str, used: Sharding) -> float:
+        """Return the bytes that casting a weight to float8 reads and writes, in one order of memory."""
+        return self._numel(name, used) * CAST_BYTES
+
+    def float8_bytes(self, name: str, used: Sharding) -> float:
+        """Return the bytes of a weight in float8, in the orders of the forward and of the backward."""
+        return self._numel(name, used) * (1 + self.graph.exported.grad_enabled)
 
     def gradient_cast_bytes(self, name: str, used: Sharding, stored: Sharding, summed: bool) -> float:
         """Return the bytes of casting a gradient before it is reduced, and to the dtype of the stored parameter.
@@ -56,9 +70,14 @@ class ParameterPasses:
         return _cast_bytes(self._numel(name, stored), reduced, tensor.stored_dtype(self.precision))
 
     def gradient_copy_bytes(self, name: str, used: Sharding, summed: bool) -> float:
-        """Return the bytes of the copy of a gradient into the buffer of its bucket, if no cast makes that copy."""
-        made, reduced = self._gradient_dtypes(self.graph.tensors[name], summed)
-        return 2.0 * self._numel(name, used) * reduced.itemsize if made == reduced else 0.0
+        """Return the bytes of the copy of a gradient into the buffer of its bucket, if nothing else makes that copy.
+
+        A sum in another dtype begins in the buffer.
+        """
+        tensor = self.graph.tensors[name]
+        made, reduced = self._gradient_dtypes(tensor, summed)
+        copies = made == reduced and not (summed and made != tensor.dtype)
+        return 2.0 * self._numel(name, used) * reduced.itemsize if copies else 0.0
 
     def _gradient_dtypes(self, tensor: NamedTensor, summed: bool) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of a gradient, summed over micro-batches or not, and that in which it is reduced."""

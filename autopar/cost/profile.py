@@ -67,15 +67,9 @@ class _Profiler:
     def __post_init__(self) -> None:
         plan = self.plan = self.step.plan
         self.graph, self.reshard_plan = self.step.graph, self.step.reshard_plan
-        self.tasks = TaskBuilder(
-            self.graph,
-            self.cluster,
-            plan.axes,
-            plan.options.links,
-            plan.options.compiled,
-            plan.options.precision,
-            self.step.half,
-        )
+        options = plan.options
+        given = options.links, options.compiled, options.precision, self.step.half, options.keeps_casts
+        self.tasks = TaskBuilder(self.graph, self.cluster, plan.axes, *given)
         if plan.assignment.pipelining is not None:
             self.tasks.on_mesh(plan.assignment.pipelining.mesh)
         self.tied = {one.version[0] for one in self.step.tied}
@@ -189,6 +183,9 @@ class _Profiler:
         """Yield what the recompute of a layer runs of one op."""
         ends = self.step.rerun_ends
         if node.name not in ends.idle:
+            for name in dict.fromkeys(node.operands):
+                # A weight that each micro-batch gathers is cast anew.
+                yield from (task for task in self._weight_cast(name, "recompute") if not task.once)
             yield from self._forward(node, work, "recompute", parameters=False)
         elif node.name not in ends.beyond:
             yield from self._taken(node, work, "recompute")
@@ -230,6 +227,7 @@ class _Profiler:
             yield self.tasks.gradient_sum(name, plan.assignment.values[name])
         if self.graph.tensors[name].kind != "param" or self.first_use[use] != node.name:
             return
+        yield from self._weight_cast(name, "backward")
         # At the first use the gradient is complete, and is added to that of earlier micro-batches.
         values, stored = plan.assignment.values[name], plan.assignment.stored[name]
         accumulates, deferred = plan.options.micro_batches > 1, name in plan.defer_reduction
@@ -246,6 +244,13 @@ class _Profiler:
                 continue
             if self.first_use[name, self.stages[node.name]] == node.name:
                 yield from self._cast(name, "forward")
+                yield from self._weight_cast(name, "forward")
+
+    def _weight_cast(self, name: str | None, direction: Direction) -> Iterator[Task]:
+        """Yield the cast of a weight to float8 that all its products share; nothing for other tensors."""
+        if name is not None and self.graph.tensors[name].kind == "param" and self.tasks.casts_apart(name):
+            task = self.tasks.weight_cast(name, self.plan.assignment.values[name], direction)
+            yield task._replace(once=self.plan.keeps_between(name))
 
     def _cast(self, name: str, direction: Direction) -> Iterator[Task]:
         size = self.tasks.cast_bytes(name, self.plan.assignment.stored[name])

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from autopar.cost.compute.byte_time import seconds_of_bytes
-from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, local_bytes, op_work
+from autopar.cost.compute.op_time import FLOAT8_LAUNCHES, NO_WORK, DirectionWork, OpWork, local_bytes, op_work
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.network import Network
 from autopar.cost.overlap import OverlapCost
@@ -75,6 +75,7 @@ class TaskBuilder(ParameterPasses):
     precision: Precision = OWN
     # The graph of half a micro-batch, where its halves run side by side.
     half: NamedGraph | None = None
+    keeps_casts: bool = False
     works: dict[Any, OpWork] = field(default_factory=dict)
     numels: dict[tuple[str, Sharding], float] = field(default_factory=dict)
 
@@ -98,19 +99,27 @@ class TaskBuilder(ParameterPasses):
     def work(self, node: NamedNode, op_assignment: OpAssignment) -> OpWork:
         """Return the work of an op under an assignment."""
         footprint = self.graph.footprints[node.node]
-        is_float8 = in_float8(node, self.graph.tensors, self.precision)
-        key = id(footprint), node.op, op_assignment.choice, op_assignment.operands, op_assignment.produced, is_float8
+        casts = self._casts(node)
+        key = id(footprint), node.op, op_assignment.choice, op_assignment.operands, op_assignment.produced, casts
         found = self.works.get(key)
         if found is None:
-            found = self.works[key] = self._work(node, op_assignment, footprint)
+            found = self.works[key] = self._work(node, op_assignment, footprint, casts)
         return found
 
-    def _work(self, node: NamedNode, op_assignment: OpAssignment, footprint: Footprint) -> OpWork:
+    def _casts(self, node: NamedNode) -> tuple[int, ...]:
+        """Return the places of the operands that a product casts to float8; none for other ops."""
+        if not in_float8(node, self.graph.tensors, self.precision):
+            return ()
+        return (0,) if self.casts_apart(node.operands[1] or "") else (0, 1)
+
+    def _work(
+        self, node: NamedNode, op_assignment: OpAssignment, footprint: Footprint, casts: tuple[int, ...]
+    ) -> OpWork:
         half = self.half_nodes.get(node.name, node)
         if self.half is None or half.sizes == node.sizes:
-            return op_work(self.graph, node, op_assignment, footprint, self.axes, self.device, self.precision)
+            return op_work(self.graph, node, op_assignment, footprint, self.axes, self.device, casts)
         smaller = self.half.footprints[node.node]
-        return 2 * op_work(self.half, half, op_assignment, smaller, self.axes, self.device, self.precision)
+        return 2 * op_work(self.half, half, op_assignment, smaller, self.axes, self.device, casts)
 
     def op(self, name: str, direction: Direction, work: DirectionWork) -> Iterator[Task]:
         if work is not NO_WORK and work.seconds:
@@ -121,6 +130,11 @@ class TaskBuilder(ParameterPasses):
         """Return an op that reads and writes `size` bytes and computes nothing."""
         seconds = seconds_of_bytes(size, self.device, rate)
         return Task(name, "compute", direction, seconds, bytes=size, host_seconds=self.launch if size else 0.0)
+
+    def weight_cast(self, name: str, used: Sharding, direction: Direction) -> Task:
+        """Return the cast of a weight to float8, in the order of memory of one direction."""
+        task = self.memory_op(f"{name} in float8", direction, self.weight_cast_bytes(name, used))
+        return task._replace(host_seconds=FLOAT8_LAUNCHES * self.launch)
 
     def gradient_sum(self, name: str, sharding: Sharding) -> Task:
         """Return the addition of a value's gradient to that of another use."""

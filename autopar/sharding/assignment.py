@@ -111,6 +111,11 @@ class StepPlan:
         """Parameters that the backward gathers again, and whose copies are freed before."""
         return frozenset(name for name, policy in self.assignment.gather_policies.items() if policy.regather)
 
+    def keeps_between(self, name: str) -> bool:
+        """Return whether all micro-batches read one copy of a parameter, or the parameter itself."""
+        own = self.assignment
+        return name in self.keep_gathered or own.values[name].splits == own.stored[name].splits
+
     def with_regather(self, names: Collection[str]) -> StepPlan:
         """Return the plan that regathers exactly these parameters."""
         policies = self.assignment.gather_policies.items()

@@ -32,6 +32,12 @@ class TrainingOptions:
     # Cluster levels that the user chose for axes: `{"dp": "network"}`.
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
+    @property
+    def keeps_casts(self) -> bool:
+        """Return whether micro-batches share weights in float8 that do not change between them."""
+        # A compiler fuses the casts of each.
+        return self.micro_batches > 1 and bool(self.precision.linears) and not self.compiled
+
 
 # Form of the results: DTensors, whole tensors, or plain shards. With shards each rank computes a loss of its own, and
 # gradients are those of the mean of these losses, or of their sum. `loss` returns scalars alone.

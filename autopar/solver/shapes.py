@@ -276,12 +276,12 @@ class ShapeSearch:
     def row_factor(self) -> float:
         """Return how many times as long a row takes by itself as in the whole batch: launches of short ops."""
         batch = self.graph.dims[BATCH].size
-        return (
-            batch * self._seconds_of(slice_in_time(self.short.graph, MicroBatches(batch, BATCH))) / self.ideal_seconds
-        )
+        sliced = slice_in_time(self.short.graph, MicroBatches(batch, BATCH))
+        return batch * self._seconds_of(sliced, batch) / self.ideal_seconds
 
-    def _seconds_of(self, graph: NamedGraph) -> float:
-        setting, total = PlanningProblem.of(graph, SubMesh({}), self.cluster, self.options), 0.0
+    def _seconds_of(self, graph: NamedGraph, micro_batches: int = 1) -> float:
+        options = replace(self.options, micro_batches=micro_batches)
+        setting, total = PlanningProblem.of(graph, SubMesh({}), self.cluster, options), 0.0
         for path, ops in segments_of(self.short.graph, self.some_micro):
             total += self.short.counts.get(path, 1) * sum(setting.whole_seconds[op] for op in ops)
         return total / self.devices

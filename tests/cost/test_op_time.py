@@ -17,6 +17,7 @@ from autopar.cost.compute.op_time import OpWork, cast_work, op_work
 from autopar.cost.compute.rates import peak_of, rate_notes, rate_of
 from autopar.cost.hardware.cluster import Device, load_device
 from autopar.errors import ClusterError
+from autopar.ir.analysis.float8_products import in_float8
 from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import PRESETS
 from autopar.sharding.layout.language import parse_layout
@@ -33,7 +34,8 @@ def works(
     found = {}
     for node in graph.nodes:
         assigned, footprint = assignment.ops[node.name], graph.footprints[node.node]
-        found[node.name] = op_work(graph, node, assigned, footprint, axes, device, PRESETS[precision])
+        casts = (0, 1) if in_float8(node, graph.tensors, PRESETS[precision]) else ()
+        found[node.name] = op_work(graph, node, assigned, footprint, axes, device, casts)
     return found
 
 

@@ -22,7 +22,7 @@ SIZE: dict[str, Any] = {"layers": 2, "d_model": 64, "heads": 4, "vocab": 128, "s
 
 
 class _Copies(TorchDispatchMode):
-    """Bytes that joins of flat tensors into a given buffer read and write."""
+    """Bytes read and written by joins of flat tensors into a given buffer, and by copies into parts of one."""
 
     bytes = 0
 
@@ -31,6 +31,8 @@ class _Copies(TorchDispatchMode):
         if func is torch.ops.aten.cat.out:
             assert isinstance(found, Tensor)
             self.bytes += found.nbytes + sum(x.nbytes for x in args[0])
+        if func is torch.ops.aten.copy_.default and args[0].untyped_storage().nbytes() > args[0].nbytes:
+            self.bytes += args[0].nbytes + args[1].nbytes
         return found
 
 

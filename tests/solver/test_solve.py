@@ -76,11 +76,20 @@ def sums_of(found: Profile) -> Floats:
 
 
 @pytest.mark.parametrize(
-    ("compiled", "precision"), [(False, "own"), (True, "own"), (False, "bf16"), (False, "fp8, gathers=fp8")]
+    ("compiled", "precision", "count"),
+    [
+        (False, "own", 1),
+        (True, "own", 1),
+        (False, "bf16", 1),
+        (False, "fp8, gathers=fp8", 1),
+        # Weights are cast once for all micro-batches, but for those that each gathers.
+        (False, "fp8", 3),
+    ],
 )
-def test_what_the_planner_believes_is_what_evaluate_adds_up(compiled: bool, precision: str) -> None:
+def test_what_the_planner_believes_is_what_evaluate_adds_up(compiled: bool, precision: str, count: int) -> None:
     """All but what is shared: conversions that two ops want, and the buckets of parameters."""
-    graph, options = traced(precision), TrainingOptions(compiled=compiled, precision=parse_precision(precision))
+    graph = traced(precision)
+    options = TrainingOptions(compiled=compiled, precision=parse_precision(precision), micro_batches=count)
     setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, options)
     model = build(setting, BoundLayout(graph, Layout(()), AXES))
     draw = random.Random(0)

@@ -9,7 +9,7 @@ gradients that an op passes on unchanged are found by running it (`autopar/ir/an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from operator import add
@@ -33,10 +33,8 @@ from autopar.ir.analysis.contractions import (
     factors_of,
     is_linear_in_both,
 )
-from autopar.ir.analysis.float8_products import in_float8
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.graph import NamedGraph
-from autopar.ir.precision import OWN, Precision
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.rules.ops.loss_pieces import LINEAR_CROSS_ENTROPY
@@ -123,11 +121,13 @@ def op_work(
     footprint: Footprint,
     axes: SubMesh,
     device: Device,
-    precision: Precision = OWN,
+    casts: Collection[int] = (),
 ) -> OpWork:
-    """Return the work of an op under an assignment, on the busiest rank."""
-    is_float8 = in_float8(node, graph.tensors, precision)
-    return _OpTimer(graph, node, op_assignment, footprint, axes, device, is_float8).work()
+    """Return the work of an op under an assignment, on the busiest rank.
+
+    `casts`: places of the operands that a product in float8 casts itself; none for other ops.
+    """
+    return _OpTimer(graph, node, op_assignment, footprint, axes, device, casts).work()
 
 
 def longest_of(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh, extent: int) -> int:
@@ -179,8 +179,8 @@ class _OpTimer:
     footprint: Footprint
     axes: SubMesh
     device: Device
-    # A product whose operands are cast to float8.
-    is_float8: bool
+    # Places of operands that a product casts to float8, beside gradients; none for a product in another dtype.
+    casts: Collection[int]
 
     def work(self) -> OpWork:
         if all(alias is not None for alias in self.footprint.aliases) and self.node.outputs:
@@ -323,22 +323,28 @@ class _OpTimer:
     def _products(self, steps: Sequence[tuple[MatmulShape, Contraction]]) -> OpWork:
         multiplied = {i for _, step in steps for side in step.operands for i in side}
         own = self._dtype(min(multiplied))
-        dtype = torch.float8_e4m3fn if self.is_float8 else own
+        dtype = torch.float8_e4m3fn if self.casts else own
         peak = peak_of(self.device, dtype)
 
-        def work(product: MatmulShape) -> DirectionWork:
+        def work(product: MatmulShape, other: Collection[int]) -> DirectionWork:
+            """Return the work of a product by some operands of the op."""
             one = self._product_work(product, dtype, peak)
-            return one + self._casts(product) if self.is_float8 else one
+            if not self.casts:
+                return one
+            sizes = [product.rows * product.reduction]
+            if any(place in self.casts for place in other):
+                sizes.append(product.reduction * product.columns)
+            return sum((cast_work(product.batch * size, self.device) for size in sizes), one)
 
         forward = backward = weights = NO_WORK
         places = PRODUCTS.get(self.node.op)
         for product, step in steps:
-            forward += work(product)
+            forward += work(product, step.operands[1])
             m, n, k = product.rows, product.columns, product.reduction
             of_experts = bool(self.node.routed or step.chosen)
             gradients = (MatmulShape(product.batch, m, k, n), MatmulShape(product.batch, k, n, m, of_experts))
             for side in self._trained_sides(step):
-                one = work(gradients[side])
+                one = work(gradients[side], step.operands[1 - side])
                 backward += one
                 weights += one if places is not None and places[1] in step.operands[side] else NO_WORK
         rest = [i for i in self._trained() if i not in multiplied and i not in self.footprint.passes]
@@ -353,12 +359,6 @@ class _OpTimer:
         alone = seconds_of_product(self.device, product, dtype)
         seconds = max(alone / self.device.sustained_fraction, self.device.launch_seconds)
         return DirectionWork(product.flops, product.bytes(dtype.itemsize), seconds, product.flops / peak, 1)
-
-    def _casts(self, product: MatmulShape) -> DirectionWork:
-        """Return the work of casting both operands of a product to float8."""
-        sizes = (product.rows * product.reduction, product.reduction * product.columns)
-        first, second = (cast_work(product.batch * size, self.device) for size in sizes)
-        return first + second
 
     # -- ops with more work than their rules show
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from autopar.cost.lowered_step import LoweredStep, Version
 from autopar.cost.memory.host_memory import HostStorages
+from autopar.cost.memory.kept_copies import kept_copies
 from autopar.cost.memory.local_memory import LiveState, differentiable_results
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.buckets import Bucket, copied
@@ -30,13 +31,8 @@ class ForwardMemory(LiveState):
         for tied in self.received:
             made = self.copied[f"{tied.version} of stage {tied.source}"] = self.storages.new(tied.bytes)
             self.values.setdefault(tied.version, self.storages.take(made))
-        for tensor in self.graph.parameters:
-            stays = tensor.name in self.plan.keep_gathered and self.plan.options.micro_batches > 1
-            values, stored = self.plan.assignment.values[tensor.name], self.plan.assignment.stored[tensor.name]
-            # The step keeps a copy of parameters that stay gathered, or that are not gathered and compute in another
-            # dtype than stored: autograd saves it.
-            if stays or (values.splits == stored.splits and tensor.stored_dtype(self.precision) != tensor.dtype):
-                self.copied[tensor.name] = self.storages.new(self._bytes((tensor.name, values)))
+        for name, size in kept_copies(self.graph, self.plan, self._bytes_in):
+            self.copied[name] = self.storages.new(size)
         if self.graph.exported.grad_enabled:
             # Buffers of summed gradients are allocated once and live from step to step.
             sums = (one for of_op in self.schedule.of_op.values() for one in of_op if one.is_sum)
@@ -315,6 +311,10 @@ class StepMemory(ForwardMemory):
         for one in reversed(self._before(node)):
             if (one.tensor, one.target) not in self.schedule.versions:
                 self._reshard_gradient(one)
+        complete = {tensor.name for tensor in self.first_uses.get(node.name, ())}
+        for version in reshards.operands:
+            if version is not None and version[0] in complete:
+                self._add_to_earlier(version)
         for bucket in self.schedule.of_op.get(node.name, ()):
             if self._layer(node) in self.whole and bucket not in self.schedule.inside and not bucket.is_alone:
                 self.waiting.append(bucket)
@@ -322,6 +322,13 @@ class StepMemory(ForwardMemory):
                 self._reduce(bucket)
         for tensor in self.first_uses.get(node.name, ()):
             self._cast_gradient(tensor)
+
+    def _add_to_earlier(self, version: Version) -> None:
+        """Add a gradient that is reduced after the last micro-batch to those of earlier ones."""
+        name, _ = version
+        stored = name, self.plan.assignment.stored[name]
+        if version in self.gradients and version != stored and self._defers_reduction(name):
+            self._accumulate(stored, self.gradients.pop(version))
 
     def _cast_gradient(self, tensor: NamedTensor) -> None:
         """Replace the gradient of a parameter by one in the dtype in which the parameter is stored."""

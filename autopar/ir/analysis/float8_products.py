@@ -25,8 +25,11 @@ def in_float8(node: NamedNode, tensors: Mapping[str, NamedTensor], precision: Pr
 
 def weights_in_float8(
     nodes: Iterable[NamedNode], tensors: Mapping[str, NamedTensor], memory: Mapping[str, Footprint]
-) -> frozenset[str]:
-    """Return the parameters that nothing reads but products that may be in float8, as their weights."""
+) -> Mapping[str, str]:
+    """Return the parameters that nothing reads but products that may be in float8, as their weights.
+
+    They and their views are the keys, each with its parameter.
+    """
     # The parameter of a weight, through its views.
     sources = {name: name for name, tensor in tensors.items() if tensor.kind == "param"}
     found, others = set[str](), set[str]()
@@ -43,7 +46,8 @@ def weights_in_float8(
                 sources.update((made, source) for made in node.outputs if made is not None)
             else:
                 others.add(source)
-    return frozenset(found - others)
+    weights = found - others
+    return {name: source for name, source in sources.items() if source in weights}
 
 
 def _suits(node: NamedNode, tensors: Mapping[str, NamedTensor]) -> bool:

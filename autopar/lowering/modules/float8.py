@@ -16,8 +16,20 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from autopar.ir.analysis.float8_products import MULTIPLE
+from autopar.lowering.modules.float8_weights import cast_weight
 
-__all__ = ["E4M3", "FLOAT8_LINEAR", "MULTIPLE", "coded", "decoded", "float8_linear", "rounded", "scale_of", "scaled"]
+__all__ = [
+    "E4M3",
+    "FLOAT8_LINEAR",
+    "MULTIPLE",
+    "by_columns",
+    "coded",
+    "decoded",
+    "float8_linear",
+    "rounded",
+    "scale_of",
+    "scaled",
+]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Of a float32.
@@ -86,19 +98,31 @@ def _largest(x: Tensor, dim: int | None) -> Tensor:
     return torch.maximum(-low, high)
 
 
-def product(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, torch.dtype], rows: bool) -> Tensor:
-    """Return `a @ b` of operands in float8, in the dtype of `a`."""
+def product(
+    a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, torch.dtype], rows: bool, by_weight: bool = False
+) -> Tensor:
+    """Return `a @ b` of operands in float8, in the dtype of `a`; `by_weight`: `b` is a weight, in e4m3."""
     left, left_scale = scaled(a, dtypes[0], 1 if rows else None)
-    right, right_scale = scaled(b, dtypes[1], 0 if rows else None)
-    inverses = left_scale.reciprocal(), right_scale.reciprocal()
-    if 0 in (*a.shape, *b.shape) or any(size % MULTIPLE for size in (*a.shape, *b.shape)) or not _has_kernel(a):
+    has_kernel = _has_kernel(a) and all(size and size % MULTIPLE == 0 for size in (*a.shape, *b.shape))
+
+    def right_of(x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+        made, scale = scaled(x, dtypes[1], dim)
+        return by_columns(made) if has_kernel else made, scale.reciprocal()
+
+    dim = 0 if rows else None
+    right, right_inverse = cast_weight(b, dim, right_of) if by_weight else right_of(b, dim)
+    inverses = left_scale.reciprocal(), right_inverse
+    if not has_kernel:
         return emulated(left, right, inverses, a.dtype)
-    # The kernel reads the right operand by columns.
-    right = right if right.stride(0) == 1 else right.t().contiguous().t()
     made: Tensor = torch._scaled_mm(
         left.contiguous(), right, scale_a=inverses[0], scale_b=inverses[1], out_dtype=a.dtype
     )
     return made
+
+
+def by_columns(x: Tensor) -> Tensor:
+    """Return matrices in the order of memory in which kernels read the right operand of a product."""
+    return x if x.stride(-2) == 1 else x.transpose(-2, -1).contiguous().transpose(-2, -1)
 
 
 def emulated(left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
@@ -113,13 +137,13 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: bool) -> Tensor:
-    made = product(x.reshape(-1, x.shape[-1]), weight.t(), (E4M3, E4M3), rows)
+    made = product(x.reshape(-1, x.shape[-1]), weight.t(), (E4M3, E4M3), rows, by_weight=True)
     made = made if bias is None else made + bias
     return made.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _input_gradient(gradient: Tensor, weight: Tensor, rows: bool) -> Tensor:
-    made = product(_matrix(gradient), weight, (E4M3 if rows else E5M2, E4M3), rows)
+    made = product(_matrix(gradient), weight, (E4M3 if rows else E5M2, E4M3), rows, by_weight=True)
     return made.reshape(*gradient.shape[:-1], weight.shape[1])
 
 

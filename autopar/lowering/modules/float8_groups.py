@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.lowering.modules.float8 import E4M3, MULTIPLE, scale_of, scaled
+from autopar.lowering.modules.float8 import E4M3, MULTIPLE, by_columns, scale_of, scaled
+from autopar.lowering.modules.float8_weights import cast_weight
 from autopar.rules.shard_call.sparse_rows import ends_of, multiply_groups, sum_groups, with_bias
 
 __all__ = ["float8_grouped"]
@@ -37,12 +38,18 @@ def float8_grouped(rows: Tensor, matrices: Tensor, bias: Tensor | None, counts: 
 
 def _multiply(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     left, left_scale = scaled(rows, E4M3, 1)
-    right, right_scale = scaled(matrices, E4M3, 1)
-    inverses = left_scale.reciprocal(), right_scale.reciprocal()
-    if _has_kernel(rows, matrices):
-        return grouped_kernel(left, right, (inverses[0].squeeze(1), inverses[1].squeeze(1)), counts)
+    has_kernel = _has_kernel(rows, matrices)
+
+    def right_of(x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+        made, scale = scaled(x, E4M3, dim)
+        return by_columns(made) if has_kernel else made, scale.reciprocal()
+
+    right, right_inverse = cast_weight(matrices, 1, right_of)
+    left_inverse = left_scale.reciprocal()
+    if has_kernel:
+        return grouped_kernel(left, right, (left_inverse.squeeze(1), right_inverse.squeeze(1)), counts)
     dtype = rows.dtype
-    left, right = left.to(dtype) * inverses[0].to(dtype), right.to(dtype) * inverses[1].to(dtype)
+    left, right = left.to(dtype) * left_inverse.to(dtype), right.to(dtype) * right_inverse.to(dtype)
     return multiply_groups(left, right, counts, OTHERWISE)
 
 
@@ -80,9 +87,7 @@ def _has_kernel(rows: Tensor, other: Tensor) -> bool:
 
 
 def grouped_kernel(left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], counts: Tensor) -> Tensor:
-    """Return rows times the matrices of their groups."""
-    # The kernel reads the right operand by columns.
-    right = right if right.stride(1) == 1 else right.transpose(1, 2).contiguous().transpose(1, 2)
+    """Return rows times the matrices of their groups, which are stored by columns."""
     left, ends = left.contiguous(), ends_of(counts)
     found: Tensor = torch._scaled_grouped_mm(left, right, *inverses, offs=ends, out_dtype=torch.bfloat16)
     return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,6 +21,14 @@ def leaves_of(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [x.detach().requires_grad_(x.requires_grad) for x in inputs]
 
 
+def _take(sums: ref[GradientSums], place: int, leaf: Tensor) -> None:
+    """Move the gradient of one micro-batch from `.grad` of a leaf to its sum."""
+    found = sums()
+    if found is not None and leaf.grad is not None:
+        gradient, leaf.grad = leaf.grad, None
+        found.put(place, gradient)
+
+
 class GradientSums:
     """Sums of the gradients of leaves over micro-batches; half precision adds up in float32."""
 
@@ -28,7 +38,23 @@ class GradientSums:
         self.is_half = any(leaves[place].dtype in _HALF for place in self.wanted)
         # Without half precision autograd adds to `.grad` of the leaves, in place, until somebody asks.
         self._totals: dict[int, Tensor] = {}
+        # Memory for sums that have not begun.
+        self._targets: dict[int, Tensor] = {}
         self.is_used = False
+        for place in self.wanted if self.is_half else ():
+            # At once: at the end of a backward the gradients of all leaves would be there twice.
+            self._take_at_once(place)
+
+    def _take_at_once(self, place: int) -> None:
+        # A leaf that referred to the sums would live as long as they, and they as long as it.
+        hook = partial(_take, ref(self), place)
+        self.leaves[place].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def use(self, place: int, target: Tensor) -> None:
+        """Add up the gradients of one leaf in given memory, in the dtype of the sum."""
+        if not self.is_half:
+            self._take_at_once(place)
+        self._targets[place] = target
 
     def add(
         self,
@@ -43,35 +69,25 @@ class GradientSums:
         taken = [leaf.grad for leaf in others]
         for leaf in others:
             leaf.grad = None
-        if self.is_half:
-            for place in self.wanted:
-                self._take_half(place)
         return taken
 
-    def _take_half(self, place: int) -> None:
-        """Move the gradient of one micro-batch from `.grad` of a leaf to its sum."""
-        leaf = self.leaves[place]
-        if leaf.grad is not None:
-            gradient, leaf.grad = leaf.grad, None
-            self._widen(place, gradient)
-
     def _widen(self, place: int, gradient: Tensor) -> None:
-        total = self._totals.get(place)
-        if total is None:
+        total, target = self._totals.get(place), self._targets.pop(place, None)
+        if total is not None:
+            total += gradient
+        elif target is not None:
+            self._totals[place] = target.copy_(gradient)
+        else:
             # A copy: the gradient may share memory with another one.
             self._totals[place] = gradient.to(sum_dtype(gradient.dtype), copy=True)
-        else:
-            total += gradient
 
     def put(self, place: int, gradient: Tensor) -> None:
         """Add a gradient of one leaf, in memory of its own."""
         leaf = self.leaves[place]
-        if self.is_half:
-            self._widen(place, gradient)
-        elif (total := leaf.grad) is not None:
+        if (total := leaf.grad) is not None:
             total += gradient
-        elif place in self._totals:
-            self._totals[place] += gradient
+        elif self.is_half or place in self._totals or place in self._targets:
+            self._widen(place, gradient)
         else:
             leaf.grad = gradient
 
@@ -105,8 +121,6 @@ class GradientSums:
 
     def pop(self, place: int) -> Tensor | None:
         """Return the sum for one leaf, and forget it; None if it has no gradient."""
-        if self.is_half:
-            self._take_half(place)
         self._moved(place)
         return self._totals.pop(place, None)
 

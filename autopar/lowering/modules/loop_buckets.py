@@ -31,7 +31,9 @@ from autopar.lowering.collectives.level_groups import LevelChain
 from autopar.lowering.collectives.local_steps import finish
 from autopar.lowering.modules.bucket import BucketState, begin_steps, locally, waited
 from autopar.lowering.modules.bucket_ends import with_unsent
+from autopar.lowering.modules.float8_weights import CastWeights
 from autopar.lowering.modules.run_state import RUN_STATE
+from autopar.sharding.options import sum_dtype
 from autopar.sharding.schedules import StageTask
 
 __all__ = ["BucketPass", "ClosingBucket", "LoopBucket", "LoopBuckets", "with_arrivals"]
@@ -55,8 +57,10 @@ class LoopBucket:
     # Places of its parameters among the inputs of the loop.
     places: tuple[int, ...]
     notes: tuple[str, ...] = ()
-    # Leaves without a value yet, their stored tensors, and the pieces that are on their way.
-    _coming: tuple[list[Tensor], Sequence[Tensor], Sequence[Tensor]] | None = field(default=None, metadata=RUN_STATE)
+    # Leaves without a value yet, their stored tensors, the pieces that are on their way, and who learns of the values.
+    _coming: tuple[list[Tensor], Sequence[Tensor], Sequence[Tensor], CastWeights] | None = field(
+        default=None, metadata=RUN_STATE
+    )
 
     @property
     def gathers(self) -> bool:
@@ -69,10 +73,10 @@ class LoopBucket:
         return {frozenset(step.axes) for one in conversions for step in one.reshard.backward if not step.local}
 
     @_untraced
-    def leaves(self, stored: Sequence[Tensor]) -> list[Tensor]:
+    def leaves(self, stored: Sequence[Tensor], casts: CastWeights) -> list[Tensor]:
         """Begin to gather the parameters; return leaves, which have their values after `arrive`."""
         bucket, handling = self.state.bucket, self.state.bucket.handling
-        self._coming = None
+        self._coming, pieces = None, None
         found = self.state.kept(stored) if handling.lasting else None
         with torch.no_grad():
             if found is None and bucket.forward:
@@ -80,13 +84,14 @@ class LoopBucket:
                 # All elements of a leaf are one until it has a value.
                 empty = stored[0].new_empty((), dtype=handling.used)
                 found = [empty.expand(one.result_shape) for one in bucket.conversions]
-                self._coming = found, stored, pieces
             elif found is None:
                 pairs = zip(stored, bucket.conversions, strict=True)
                 found = [locally(one.forward, x.to(handling.used), one.result_shape) for x, one in pairs]
             leaves = [x.detach() for x in found]
-        if self._coming is not None:
-            self._coming = leaves, *self._coming[1:]
+        if pieces is None:
+            casts.add(leaves)
+        else:
+            self._coming = leaves, stored, pieces, casts
         return [leaf.requires_grad_(x.requires_grad) for leaf, x in zip(leaves, stored, strict=True)]
 
     @_untraced
@@ -94,11 +99,12 @@ class LoopBucket:
         """Wait for the parameters, once."""
         if self._coming is None:
             return
-        (leaves, stored, pieces), self._coming = self._coming, None
+        (leaves, stored, pieces, casts), self._coming = self._coming, None
         with torch.no_grad():
             found = self.state.bucket.finished(waited(pieces))
         for leaf, value in zip(leaves, found, strict=True):
             leaf.data = value
+        casts.add(leaves)
         if self.state.bucket.handling.lasting and not self.state.synchronisation.enabled:
             self.state.keep(stored, found)
 
@@ -166,7 +172,9 @@ class _Reduction:
         self.values: list[Tensor]
         self.pieces: Sequence[Tensor] = ()
         if self.is_sum:
-            flat = torch.cat([x.reshape(-1) for x in given], out=state.free_buffer(given[0], handling.reduced))
+            flat = None if state.buffer is None else _joined(given, state.buffer)
+            if flat is None:
+                flat = torch.cat([x.reshape(-1) for x in given], out=state.free_buffer(given[0], handling.reduced))
             move = bucket.backward[0][0]
             level = None if flat.is_complex() else move.level_of(flat.nbytes)
             if level is None:
@@ -213,8 +221,22 @@ class _Reduction:
         return found
 
 
+def _joined(gradients: Sequence[Tensor], buffer: Tensor) -> Tensor | None:
+    """Return a buffer if it consists of these gradients, in their order; None if it does not."""
+    end, memory = 0, buffer.untyped_storage()._cdata
+    for x in gradients:
+        if x.untyped_storage()._cdata != memory or x.storage_offset() != end or not x.is_contiguous():
+            return None
+        end += x.numel()
+    return buffer if end == buffer.numel() else None
+
+
 class LeafSums(Protocol):
     """Sums of the gradients of leaves over micro-batches, by place."""
+
+    def use(self, place: int, target: Tensor) -> None:
+        """Add up the gradients of one leaf in given memory."""
+        ...
 
     def pop(self, place: int) -> Tensor | None:
         """Return the sum for one leaf, and forget it."""
@@ -260,11 +282,13 @@ class BucketPass:
         # The inputs, with leaves for the parameters of buckets.
         self.inputs: list[Tensor] = list(inputs)
         self.own: set[int] = set()
+        self.casts = CastWeights()
         for bucket in buckets.every:
-            leaves = bucket.leaves([inputs[place] for place in bucket.places])
+            leaves = bucket.leaves([inputs[place] for place in bucket.places], self.casts)
             self.own.update(bucket.places)
             for place, leaf in zip(bucket.places, leaves, strict=True):
                 self.inputs[place] = leaf
+        self.casts.add(x for place, x in enumerate(self.inputs) if place not in self.own)
         self.sums: LeafSums | None = None
         self.early: set[LoopBucket] = set()
         self.reductions: dict[LoopBucket, _Reduction] = {}
@@ -292,6 +316,19 @@ class BucketPass:
         """Take gradients from these sums as soon as they are complete; `is_final`: no factor comes after."""
         self.sums, self.reductions = sums, {}
         self.early = {one for one in self.buckets.every if is_final or self._is_early(one, is_float16)}
+        for one in {one.bucket: None for closing in self.buckets.closing.values() for one in closing}:
+            if one in self.early and one.state.bucket.is_sum:
+                self._sum_in_buffer(one, sums)
+
+    def _sum_in_buffer(self, bucket: LoopBucket, sums: LeafSums) -> None:
+        """Let the gradients of a bucket add up in the buffer that is reduced."""
+        leaves, reduced = [self.inputs[place] for place in bucket.places], bucket.state.bucket.handling.reduced
+        if all(x.requires_grad and sum_dtype(x.dtype) == reduced for x in leaves):
+            # Of the shapes of the leaves, which may have no values yet.
+            buffer, start = bucket.state.free_buffer(leaves[0], reduced), 0
+            for place, x in zip(bucket.places, leaves, strict=True):
+                sums.use(place, buffer.narrow(0, start, x.numel()).view(x.shape))
+                start += x.numel()
 
     def _is_early(self, bucket: LoopBucket, is_float16: bool) -> bool:
         handling = bucket.state.bucket.handling
@@ -346,6 +383,7 @@ class BucketPass:
                 self._begin(bucket)
         for reduction in self.reductions.values():
             reduction.wait()
+        self.casts = CastWeights()
 
     def _order(self) -> Iterable[LoopBucket]:
         """Return all buckets in the order of the backward."""

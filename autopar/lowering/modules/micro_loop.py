@@ -134,7 +134,9 @@ class MicroBatchLoop(nn.Module):
             found: tuple[Tensor, ...] = _Loop.apply(self, compiled, *inputs)  # type: ignore[no-untyped-call]
             return found
         given = BucketPass(self.buckets, inputs)
-        columns = zip(*(self.parts(number, given, given.inputs, compiled) for number in range(self.count)), strict=True)
+        with given.casts.kept():
+            parts = [self.parts(number, given, given.inputs, compiled) for number in range(self.count)]
+        columns = zip(*parts, strict=True)
         return tuple(result.join(parts) for result, parts in zip(self.results, columns, strict=True))
 
     def parts(
@@ -178,23 +180,26 @@ class _Loop(torch.autograd.Function):
         columns: list[list[Tensor]] = [[] for _ in loop.results]
         kept: list[tuple[Tensor, ...]] = []
         needed: list[int] = []
-        for number in range(loop.count):
-            with torch.enable_grad():
-                parts = loop.parts(number, given, leaves, compiled)
-            needed = [place for place, part in enumerate(parts) if part.requires_grad]
-            if number == 0 and _is_scheduled(loop, parts, needed):
-                scalars = [place for place in needed if loop.results[place].kind == "sum"]
-                expected = expected_gradients(loop.expected, {place: parts[place] for place in scalars}, ctx.is_float16)
-            if expected:
-                with given.closing(StageTask(TaskKind.BACKWARD, number)):
-                    sums.add([parts[place] for place in expected], list(expected.values()))
-            else:
-                kept.append(parts)
-            for column, part in zip(columns, parts, strict=True):
-                column.append(part.detach())
+        with given.casts.kept():
+            for number in range(loop.count):
+                with torch.enable_grad():
+                    parts = loop.parts(number, given, leaves, compiled)
+                needed = [place for place, part in enumerate(parts) if part.requires_grad]
+                if number == 0 and _is_scheduled(loop, parts, needed):
+                    scalars = {place: parts[place] for place in needed if loop.results[place].kind == "sum"}
+                    expected = expected_gradients(loop.expected, scalars, ctx.is_float16)
+                if expected:
+                    with given.closing(StageTask(TaskKind.BACKWARD, number)):
+                        sums.add([parts[place] for place in expected], list(expected.values()))
+                else:
+                    kept.append(parts)
+                for column, part in zip(columns, parts, strict=True):
+                    column.append(part.detach())
         if expected:
             given.finish()
-        ctx.needed, ctx.kept, ctx.leaves, ctx.sums, ctx.expected = needed, kept, leaves, sums, expected
+        ctx.needed, ctx.kept, ctx.leaves, ctx.expected = needed, kept, leaves, expected
+        # Gradients of kept parts add up in the backward, which has sums of its own.
+        ctx.sums = sums if expected else None
         ctx.save_for_backward(*inputs)
         found = tuple(result.join(column) for result, column in zip(loop.results, columns, strict=True))
         ctx.mark_non_differentiable(*(x for place, x in enumerate(found) if place not in needed))
@@ -211,7 +216,7 @@ class _Loop(torch.autograd.Function):
             parameters.reduce(sums, is_final=True)
             for number, parts in enumerate(ctx.kept):
                 wanted = [loop.results[place].gradient(x, number) for place, x in given.items()]
-                with parameters.closing(StageTask(TaskKind.BACKWARD, number)):
+                with parameters.casts.kept(), parameters.closing(StageTask(TaskKind.BACKWARD, number)):
                     sums.add([parts[place] for place in given], wanted, retain=True)
             parameters.finish()
             return (None, None, *parameters.handed(sums.found()))
@@ -225,7 +230,7 @@ class _Loop(torch.autograd.Function):
         leaves = again.leaves()
         sums = GradientSums(leaves)
         again.reduce(sums, is_final=True)
-        with restored_generators(ctx.generators):
+        with again.casts.kept(), restored_generators(ctx.generators):
             for number in range(loop.count):
                 with torch.enable_grad():
                     parts = loop.parts(number, again, leaves, ctx.compiled)

@@ -241,7 +241,7 @@ class _Run:
     def scheduled(self, upstream: _Upstream, is_float16: bool = False, is_final: bool = False) -> None:
         assert self.sums is not None, "it records gradients"
         self.given.reduce(self.sums, is_float16, is_final)
-        with torch.enable_grad():
+        with torch.enable_grad(), self.given.casts.kept():
             for item in self.loop.program:
                 self._run(item, upstream)
         self._end()
@@ -252,7 +252,7 @@ class _Run:
         self.given.finish()
 
     def forwards(self) -> None:
-        with torch.set_grad_enabled(self.sums is not None):
+        with torch.set_grad_enabled(self.sums is not None), self.given.casts.kept():
             for item in self.loop.program:
                 if not _is_backward(item):
                     self._run(item, lambda place, number: None)
@@ -261,9 +261,10 @@ class _Run:
     def backwards(self, upstream: _Upstream) -> None:
         assert self.sums is not None, "it records gradients"
         self.given.reduce(self.sums, is_final=True)
-        for item in self.loop.program:
-            if _is_backward(item):
-                self._run(item, upstream)
+        with self.given.casts.kept():
+            for item in self.loop.program:
+                if _is_backward(item):
+                    self._run(item, upstream)
         self._end()
 
     def _run(self, item: StageTask | StageMessage, upstream: _Upstream) -> None:

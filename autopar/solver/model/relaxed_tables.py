@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.compute.op_time import FLOAT8_LAUNCHES
 from autopar.ir.values import NamedTensor
 from autopar.sharding.sharding import OTHER, Sharding
 from autopar.solver import Floats, Ints
@@ -195,15 +196,19 @@ class RelaxedTables(CostTables):
         lasting = np.array([one.lasting for one in rows])[:, None]
         stored = np.array([prices.cast_bytes(tensor.name, one.layout) for one in rows])[:, None]
 
-        def add(sizes: Floats, room: Sum, once: NDArray[np.bool_]) -> None:
+        def add(sizes: Floats, room: Sum, once: NDArray[np.bool_], launches: int = 1) -> None:
             distinct, place = np.unique(np.where(taken, sizes, 0.0), return_inverse=True)
             for flag in (False, True):
-                each = [self.ways.cast_sums(float(size), room, flag) for size in distinct]
+                each = [self.ways.cast_sums(float(size), room, flag, launches) for size in distinct]
                 for key in {key for sums in each for key in sums}:
                     values = np.array([sums.get(key, 0.0) for sums in each])[place].reshape(shape)
                     parts[key] += np.where(once == flag, values, 0.0)
 
         add(np.broadcast_to(stored, shape), Sum.FORWARD_ROOM, np.broadcast_to(lasting, shape))
+        if prices.casts_apart(tensor.name):
+            sizes = np.array([0.0 if one is None else prices.weight_cast_bytes(tensor.name, one) for one in firsts])
+            for room in (Sum.FORWARD_ROOM, Sum.BACKWARD_ROOM)[: 1 + self.setting.trains]:
+                add(np.broadcast_to(sizes, shape), room, deferred, FLOAT8_LAUNCHES)
         if not (tensor.requires_grad and self.setting.trains):
             return
         after = np.array([prices.stored_cast_bytes(tensor.name, one.layout) for one in rows])[:, None]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cost.compute.byte_time import seconds_of_bytes
+from autopar.cost.compute.op_time import FLOAT8_LAUNCHES
 from autopar.cost.parameter_passes import CODING_LAUNCHES, coding_bytes
 from autopar.ir.values import NamedTensor
 from autopar.sharding.options import sum_dtype
@@ -37,7 +38,7 @@ class TensorCut(NamedTuple):
     reduced: int
     # Bytes of an element while it is gathered.
     gathered: float
-    # It is a parameter that is stored or reduced in another dtype than that of the compute.
+    # It is a parameter that is stored or reduced in another dtype than that of the compute, or cast to float8.
     casts: bool
     # Bytes of a gradient's element that its copy into a bucket reads and writes: each time, and once in a step.
     copied: tuple[int, int] = (0, 0)
@@ -47,6 +48,8 @@ class TensorCut(NamedTuple):
     roles: str = ""
     # Each half of a micro-batch sends a part, while the other half computes.
     halved: bool = False
+    # It is a weight that is cast to float8 apart from the products that read it.
+    cast_apart: bool = False
 
     @classmethod
     def of(cls, tensor: NamedTensor, setting: PlanningProblem) -> TensorCut:
@@ -54,10 +57,11 @@ class TensorCut(NamedTuple):
         dtype, precision = tensor.dtype, setting.options.precision
         trained, stored = tensor.requires_grad and setting.trains, tensor.stored_dtype(precision)
         reduced = precision.reduced(dtype) if tensor.kind == "param" else dtype
-        casts = len({dtype, reduced, stored}) > 1
-        made = dtype, sum_dtype(dtype) if setting.options.micro_batches > 1 else dtype
-        # A cast into the buffer is no copy more.
-        each, once = (2 * reduced.itemsize if tensor.kind == "param" and one == reduced else 0 for one in made)
+        apart = setting.prices.casts_apart(tensor.name)
+        casts = apart or len({dtype, reduced, stored}) > 1
+        # A cast into the buffer is no copy more, nor is a sum of micro-batches in another dtype.
+        each = 2 * reduced.itemsize if tensor.kind == "param" and dtype == reduced else 0
+        once = each if setting.options.micro_batches == 1 or sum_dtype(dtype) == dtype else 0
         return cls(
             atoms.sizes,
             tensor.element_bytes,
@@ -69,6 +73,7 @@ class TensorCut(NamedTuple):
             atoms.by_share,
             atoms.roles,
             tensor.kind != "param" and setting.prices.is_halved(tensor.name),
+            apart,
         )
 
     def steps(self, routes: ScaledReshards, source: Sharding, target: Sharding) -> tuple[StepSize, ...] | None:
@@ -238,9 +243,17 @@ class ReshardSums:
         """Add the casts of a parameter to the dtype of the compute, and of its gradient."""
         prices, trains = self.setting.prices, tensor.requires_grad and self.setting.trains
 
-        def add(size: float, room: Sum, once: bool) -> None:
-            for key, value in self.cast_sums(size, room, once).items():
+        def add(size: float, room: Sum, once: bool, launches: int = 1) -> None:
+            for key, value in self.cast_sums(size, room, once, launches).items():
                 sums[key] += value
+
+        if prices.casts_apart(tensor.name):
+            once = held.defers(want)
+            for room in (Sum.FORWARD_ROOM, Sum.BACKWARD_ROOM)[: 1 + self.setting.trains]:
+                add(prices.weight_cast_bytes(tensor.name, want), room, once, FLOAT8_LAUNCHES)
+            if once:
+                size = prices.float8_bytes(tensor.name, want)
+                sums[Sum.KEPT_GIB] += self.setting.stored_share * size / 2**30
 
         size = prices.cast_bytes(tensor.name, held.layout)
         add(size, Sum.FORWARD_ROOM, held.lasting)
