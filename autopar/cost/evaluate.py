@@ -26,6 +26,7 @@ import torch
 
 from autopar.cost.compute.rates import peak_of
 from autopar.cost.costs import CommunicationCosts, ComputeCosts, Costs
+from autopar.cost.equal_stages import equal_stages
 from autopar.cost.gradient_sync import late_seconds, meeting_costs
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.host_copies import exposed_copies_seconds
@@ -156,8 +157,9 @@ def _timed(step: LoweredStep, cluster: Cluster) -> tuple[Profile, _StepSums]:
 
 
 def _of_pipeline(lowered: LoweredStep, cluster: Cluster) -> Costs:
-    parts = priced_parts(lowered, cluster)
-    step, stages = pipelined(lowered, cluster, [part.times for part in parts])
+    firsts = equal_stages(lowered)
+    parts = priced_parts(lowered, cluster, firsts)
+    step, stages = pipelined(lowered, cluster, [part.times for part in parts], firsts)
     busiest = max(stages, key=lambda stage: stage.busy_seconds + stage.exposed_seconds)
     found = tuple(parts[part].profile for part in busiest.parts)
     own = parts[busiest.parts[0]].cluster
@@ -220,28 +222,31 @@ class PricedPart(NamedTuple):
     memory_fraction: float
 
 
-def priced_parts(lowered: LoweredStep, cluster: Cluster) -> list[PricedPart]:
-    """Return the parts of a pipeline, each on the devices of its stage."""
+def priced_parts(lowered: LoweredStep, cluster: Cluster, firsts: Sequence[int]) -> list[PricedPart]:
+    """Return the parts of a pipeline, each on the devices of its stage.
+
+    `firsts` has the first stage that is equal to each: their tasks have its names.
+    """
     pipelining = lowered.plan.assignment.pipelining
     assert pipelining is not None, "a pipeline has parts"
-    known: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[Profile, ...]] = {}
+    stages, every = pipelining.stages, range(pipelining.stages * pipelining.chunks)
+    equal = [part // stages * stages + firsts[part % stages] for part in every]
+    known: dict[tuple[str, tuple[tuple[str, int], ...]], dict[int, Profile]] = {}
     found: list[PricedPart] = []
-    for part in range(pipelining.stages * pipelining.chunks):
-        stage = {pipelining.axis: part % pipelining.stages}
+    for part in every:
+        stage = {pipelining.axis: part % stages}
         kinds = rank_kinds(cluster, lowered.plan.mesh, lowered.plan.options.links, stage)
         ways = []
         for kind in kinds:
             step, own = seen_by(lowered, kind), kind.alone(cluster)
             key = kind.part, tuple(step.plan.axes.seen_from.items())
             if key not in known:
-                known[key] = profile_parts(step, own)
-            # A stage without ops still has its part.
-            if part < len(known[key]):
-                one = known[key][part]
-                ways.append(PricedPart(one, part_times(one, step, own), own, kind.memory_fraction))
-        if ways:
-            slowest = max(ways, key=lambda way: way.times.forward + way.times.backward)
-            found.append(slowest._replace(memory_fraction=min(way.memory_fraction for way in ways)))
+                priced = list(dict.fromkeys(equal))
+                known[key] = dict(zip(priced, profile_parts(step, own, priced), strict=True))
+            one = known[key][equal[part]]
+            ways.append(PricedPart(one, part_times(one, step, own), own, kind.memory_fraction))
+        slowest = max(ways, key=lambda way: way.times.forward + way.times.backward)
+        found.append(slowest._replace(memory_fraction=min(way.memory_fraction for way in ways)))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
-from autopar.cost.memory.peak import MemoryCosts, memory
+from autopar.cost.memory.peak import MemoryCosts, memory_of_stages
 from autopar.cost.network import Network
 from autopar.cost.order_times import OrderTimes, PartCosts, run_orders
 from autopar.cost.overlap import ChunkTraffic, OverlapCost, StageTraffic
@@ -140,8 +140,13 @@ class StepTimes(NamedTuple):
     reduced: tuple[float, ...]
 
 
-def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -> tuple[float, tuple[PricedStage, ...]]:
-    """Return the seconds of a step and the costs of each stage, given the times of the parts."""
+def pipelined(
+    step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes], firsts: Sequence[int]
+) -> tuple[float, tuple[PricedStage, ...]]:
+    """Return the seconds of a step and the costs of each stage, given the times of the parts.
+
+    `firsts` has the first stage that is equal to each.
+    """
     pipelining = step.plan.assignment.pipelining
     assert pipelining is not None, "a pipeline has stages"
     own = parts_by_stage(step, times)
@@ -149,6 +154,7 @@ def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -
     sent, received = sent_bytes(step, len(times))
     found = step_times(step, cluster, times)
     in_flight = most_in_flight(step.tasks, pipelining.chunks)
+    held = memory_of_stages(step, firsts)
     stages = tuple(
         PricedStage(
             tuple(mine),
@@ -162,7 +168,7 @@ def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -
             sum(sent[part] for part in mine),
             sum(received[part] for part in mine),
             in_flight[stage],
-            memory(step.at(stage)),
+            held[stage],
         )
         for stage, mine in enumerate(own)
     )

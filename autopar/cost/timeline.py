@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.equal_stages import equal_stages
 from autopar.cost.evaluate import on_slowest, priced_parts
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
@@ -101,7 +102,7 @@ def step_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
 
 def _stages_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
     """Return two streams for each stage: its forwards, backwards and optimizer, and its gathers and reductions."""
-    times = [part.times for part in priced_parts(step, cluster)]
+    times = [part.times for part in priced_parts(step, cluster, equal_stages(step))]
     found, count = step_times(step, cluster, times), step.plan.options.micro_batches
     events: list[Event] = []
     # The optimizer of every stage begins when all gradients are reduced, as `evaluate` has it.

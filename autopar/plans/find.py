@@ -16,6 +16,7 @@ from autopar.cost.lowered_step import lower_step
 from autopar.cost.memory.peak import memory_limit
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.graph import NamedGraph
+from autopar.ir.invariants import verifying
 from autopar.mesh import Mesh
 from autopar.plans import cache
 from autopar.plans.best_loss import with_best_loss
@@ -374,8 +375,11 @@ def _plan_of(
     )
     if decided.assignment.pipelining is not None:
         # The stages that run follow from the text: which ops vary in time depends on all shardings.
-        again = step_plan(graph, plan.layout, propagate(graph, plan.layout, mesh.whole))
-        plan = replace(plan, decided=again.with_options(decided.options))
+        again = step_plan(graph, plan.layout, propagate(graph, plan.layout, mesh.whole)).with_options(decided.options)
+        plan = plan if again == decided else replace(plan, decided=again)
+    if plan.decided == decided:
+        assert not verifying() or plan.costs == solved.costs, "a plan costs what it cost in the search"
+        plan.__dict__["costs"] = solved.costs
     return plan
 
 

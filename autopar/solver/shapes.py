@@ -57,6 +57,7 @@ NEARLY, MOST_FOLLOWED = 1.03, 2
 SLACK = 0.97
 
 Size = TypeVar("Size", int, Split)
+_Key = tuple[Split, int, bool, bool, int]
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ class ShapeSearch:
     pieces: dict[Split, tuple[StepPlan, ...]] = field(default_factory=dict)
     found: list[PricedShape] = field(default_factory=list)
     # Costs by split, rows, whether there are micro-batches, and plan, on the ranks that were priced last.
-    known: dict[tuple[Split, int, bool, bool, int], ModelCosts] = field(default_factory=dict)
+    known: dict[_Key, ModelCosts] = field(default_factory=dict)
+    # Those without recomputation, also where recomputation takes too long.
+    plain: dict[_Key, ModelCosts] = field(default_factory=dict)
     # Seconds of one micro-batch in all segments, by split and rows.
     layer_seconds: dict[tuple[Split, int, bool], float] = field(default_factory=dict)
     # No shape but the first is priced after this time, also if none fits.
@@ -342,8 +345,11 @@ class ShapeSearch:
             return False
         alone = None
         if known is None:
-            alone = self._costs(shape, plan, self._modes[:1])
-            if all(self._least(alone, shape, choice) >= self.best for choice in _schedules(shape)):
+            near = self.plain.get(key)
+            if near is not None and self._is_too_long(near, shape, SLACK):
+                return True
+            alone = self.plain[key] = self._costs(shape, plan, self._modes[:1])
+            if self._is_too_long(alone, shape):
                 return True  # recomputation takes longer
             best = self._best_design(shape, alone) if shape.stages == 1 else None
             if best is not None:
@@ -355,6 +361,9 @@ class ShapeSearch:
             return False
         self.found.append(PricedShape(shape, costs, best))
         return not any(best.modes)
+
+    def _is_too_long(self, costs: ModelCosts, shape: Shape, share: float = 1.0) -> bool:
+        return all(share * self._least(costs, shape, choice) >= self.best for choice in _schedules(shape))
 
     def _from_fewer_rows(self, shape: Shape, number: int) -> ModelCosts | None:
         """Return the least costs that those of a plan on fewer rows leave to a shape; None where none are known.

@@ -133,8 +133,9 @@ def with_bound(search: ShapeSearch, priced: PricedShape, solved: SolvedPlan) -> 
     known = None if shares_cores else order_bound(shape.stages, shape.count, *schedule, round(send / work, 6))
     if known is not None and known.passes * work + known.sends * send > passes * work:
         passes, sends = known
-    if len(_setting(search, priced).used) <= MOST_AXES:
-        bound = _bound(_setting(search, priced), pipelining, passes, search.limit)
+    setting = _setting(search, priced)
+    if len(setting.used) <= MOST_AXES:
+        bound = _bound(setting, pipelining, passes, search.limit)
     else:
         # The model of a whole graph on more axes takes too long: equal shares of the work of one rank.
         bound = passes * search.ideal_seconds * shape.stages / shape.count

@@ -52,12 +52,12 @@ def test_what_only_the_whole_device_can_hold() -> None:
     graph, mesh = traced(gpt, layers=1), (Mesh("dp=2"),)
     cluster = load_cluster("h100")
     with pytest.raises(NoFeasiblePlan) as refused:
-        plan_graph(graph, mesh, "ddp", PlanRequest(cluster, 1000, cache=False, time_limit=60))
+        plan_graph(graph, mesh, "micro 1; ddp", PlanRequest(cluster, 1000, cache=False, time_limit=60))
     least = refused.value.least_bytes
     assert least is not None
     assert "--memory" not in str(refused.value)
     tight = replace(cluster, device=replace(cluster.device, memory_bytes=1.02 * least))
     with pytest.raises(NoFeasiblePlan, match=r"a device has .*, and memory='100%', --memory 100%, plans for all of it"):
-        plan_graph(graph, mesh, "ddp", PlanRequest(tight, cache=False, time_limit=60))
-    found = plan_graph(graph, mesh, "ddp", PlanRequest(tight, "100%", cache=False, time_limit=60))
+        plan_graph(graph, mesh, "micro 1; ddp", PlanRequest(tight, cache=False, time_limit=60))
+    found = plan_graph(graph, mesh, "micro 1; ddp", PlanRequest(tight, "100%", cache=False, time_limit=60))
     assert least <= found.memory_bytes <= 1.02 * least

@@ -7,6 +7,7 @@ all steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from operator import itemgetter
@@ -82,8 +83,42 @@ class MemoryMoment:
     gradients_bytes: float
 
 
+@dataclass(frozen=True)
+class _Simulated:
+    """Bytes of one micro-batch, without others in flight."""
+
+    parameters: float
+    copies: float
+    gradients: float
+    optimizer: _OptimizerBytes
+    inputs: float
+    saved: float
+    results: float
+    # Of the put-off gradients of weights.
+    late: float
+    # Saved by offloaded layers: on the host, and still on the device when the forward has ended.
+    on_host: float
+    on_device: float
+    # Most bytes, and when: in the forward, in the backward, and in the optimizer.
+    moments: tuple[tuple[float, str], ...]
+    optimizing: tuple[float, str]
+
+
 def memory(step: LoweredStep) -> MemoryCosts:
     """Return the memory of one step, on the rank with most; of a stage, with the other micro-batches in flight."""
+    return _in_flight_too(step, _simulated(step))
+
+
+def memory_of_stages(step: LoweredStep, firsts: Sequence[int]) -> tuple[MemoryCosts, ...]:
+    """Return the memory of each stage of a pipeline; those with one first are equal, and simulated once.
+
+    Moments of the others have the names of ops in the first of them.
+    """
+    known = {stage: _simulated(step.at(stage)) for stage in set(firsts)}
+    return tuple(_in_flight_too(step.at(stage), known[first]) for stage, first in enumerate(firsts))
+
+
+def _simulated(step: LoweredStep) -> _Simulated:
     graph, plan = step.graph, step.plan
     run = StepMemory(step)
     run.forward()
@@ -96,35 +131,52 @@ def memory(step: LoweredStep) -> MemoryCosts:
     copies = sum(run.storages.sizes[storage] for storage in run.copied.values())
     buffers = sum(run.storages.sizes[storage] for storage in run.sums.values())
     saved = run.storages.live - inputs - parameters - copies - buffers
+    forward = run.storages.peak, run.storages.peak_at
     if not graph.exported.grad_enabled:
-        return MemoryCosts(parameters, copies, 0.0, 0.0, inputs, 0.0, run.storages.peak, run.storages.peak_at)
+        nothing = _OptimizerBytes(0.0, 0.0, 0.0)
+        return _Simulated(parameters, copies, 0.0, nothing, inputs, 0.0, 0.0, 0.0, 0.0, 0.0, (forward,), forward)
     optimizer = _optimizer_bytes(step, optimizer_of(plan.options.optimizer))
     states = optimizer.device
-    moments = [(run.storages.peak + states, run.storages.peak_at)]
-    # The other micro-batches of a stage have left the device.
     on_device = run.host.waiting_bytes
     run.storages.peak = 0.0
     run.backward()
-    moments.append((run.storages.peak + states, run.storages.peak_at))
-    # While the forward or the backward of one runs, others wait for their backwards, and for put-off gradients.
-    waiting = _waiting_bytes(step, saved - run.results_bytes - on_device, run.late_bytes)
-    moments = [(peak + waiting, at) for peak, at in moments]
-    gradients = run.gradient_bytes()
+    backward, gradients = (run.storages.peak, run.storages.peak_at), run.gradient_bytes()
     # Copies of parameters last until the end of the backward.
-    moments.append((parameters + inputs + states + gradients + optimizer.temporaries, "the optimizer"))
-    peak, at = max(moments, key=itemgetter(0))
-    host = run.host.bytes * _in_flight(step) + optimizer.host
-    return MemoryCosts(
+    optimizing = parameters + inputs + states + gradients + optimizer.temporaries, "the optimizer"
+    return _Simulated(
         parameters,
         copies,
         gradients,
-        states,
+        optimizer,
         inputs,
-        saved + waiting,
+        saved,
+        run.results_bytes,
+        run.late_bytes,
+        run.host.bytes,
+        on_device,
+        tuple((peak + states, at) for peak, at in (forward, backward)),
+        optimizing,
+    )
+
+
+def _in_flight_too(step: LoweredStep, one: _Simulated) -> MemoryCosts:
+    """Return the memory of a step or a stage with all micro-batches in flight, given that of one."""
+    # While the forward or the backward of one runs, others wait for their backwards, and for put-off gradients. What
+    # was offloaded has left the device.
+    waiting = _waiting_bytes(step, one.saved - one.results - one.on_device, one.late)
+    moments = [*((peak + waiting, at) for peak, at in one.moments), one.optimizing]
+    peak, at = max(moments, key=itemgetter(0))
+    return MemoryCosts(
+        one.parameters,
+        one.copies,
+        one.gradients,
+        one.optimizer.device,
+        one.inputs,
+        one.saved + waiting,
         peak,
         at,
-        host_bytes=host,
-        results_bytes=run.results_bytes,
+        host_bytes=one.on_host * _in_flight(step) + one.optimizer.host,
+        results_bytes=one.results,
     )
 
 

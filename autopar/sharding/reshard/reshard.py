@@ -182,6 +182,12 @@ class ScaledReshards:
     def __post_init__(self) -> None:
         self.ranks = prod(self.axes.values())
 
+    @staticmethod
+    @lru_cache(maxsize=8)
+    def on(axes: SubMesh) -> ScaledReshards:
+        """Return the cache of a mesh, which several problems on it share."""
+        return ScaledReshards(axes)
+
     def of(
         self,
         sizes: tuple[int, ...],

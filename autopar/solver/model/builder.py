@@ -145,6 +145,7 @@ class ModelBuilder:
                 atoms,
                 share,
                 self.setting.prices.is_halved(tensor.name),
+                self.setting.prices.casts_apart(tensor.name),
             )
             found = self.cuts[tensor.name] = self._same(found)
         return found

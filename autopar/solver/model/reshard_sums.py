@@ -98,7 +98,7 @@ class ReshardSums:
     def __init__(self, setting: PlanningProblem) -> None:
         self.setting = setting
         self.costs = setting.prices.reshard_costs
-        self.routes = ScaledReshards(setting.axes)
+        self.routes = ScaledReshards.on(setting.axes)
         self.prices: dict[Hashable, tuple[float, float, float]] = {}
         self.moved: dict[tuple[TensorCut, Sharding, Sharding, Joinable], _BucketShare] = {}
         self.elements: dict[Hashable, float] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -45,9 +45,10 @@ class SharedTableElimination:
     """Elimination order of one model, with its shared results."""
 
     sizes: tuple[int, ...]
-    buckets: tuple[_EliminationStep, ...]
+    # Variables in order, each with the others that its table has.
+    order: Sequence[tuple[int, Collection[int]]]
     # Scopes of the tables, without nodes of one strategy.
-    shapes: tuple[tuple[int, ...], ...] = ()
+    scopes: Sequence[tuple[int, ...]]
     # For each pattern and bucket, the first equal bucket.
     firsts: dict[object, list[int]] = field(default_factory=dict)
 
@@ -57,7 +58,37 @@ class SharedTableElimination:
     @cached_property
     def largest(self) -> int:
         """Return the number of entries of the largest table that is made, before its variable is minimised."""
-        return max(map(self._entries, self.buckets), default=0)
+        return max((_entries(self.sizes, node, around) for node, around in self.order), default=0)
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.sizes[node] for node in scope) for scope in self.scopes)
+
+    @cached_property
+    def buckets(self) -> tuple[_EliminationStep, ...]:
+        rank = {node: place for place, (node, _) in enumerate(self.order)}
+        given: list[list[int]] = [[] for _ in self.order]
+        for i, scope in enumerate(self.scopes):
+            given[min(rank[node] for node in scope)].append(i)
+        made: list[list[int]] = [[] for _ in self.order]
+        arranged: list[tuple[int, ...]] = []
+        for place, (_, around) in enumerate(self.order):
+            others = tuple(sorted(around))  # as the nodes stand, so that the order is one in equal parts
+            arranged.append(others)
+            if others:
+                made[min(map(rank.__getitem__, others))].append(place)
+        found = []
+        for place, (node, _) in enumerate(self.order):
+            at = {other: axis for axis, other in enumerate((node, *arranged[place]))}
+            found.append(
+                _EliminationStep(
+                    node,
+                    arranged[place],
+                    tuple((i, tuple(at[other] for other in self.scopes[i])) for i in given[place]),
+                    tuple((i, tuple(at[other] for other in arranged[i])) for i in made[place]),
+                )
+            )
+        return tuple(found)
 
     def nodes_of_large(self, entries: int, degree: Mapping[int, int]) -> list[int]:
         """Return variables that are in most of the tables of more than these entries, in parts that share none.
@@ -66,9 +97,9 @@ class SharedTableElimination:
         all parts can be cut at once.
         """
         large = [
-            frozenset(node for node in (each.node, *each.others) if self.sizes[node] > 1)
-            for each in self.buckets
-            if self._entries(each) > entries
+            frozenset(each for each in (node, *around) if self.sizes[each] > 1)
+            for node, around in self.order
+            if _entries(self.sizes, node, around) > entries
         ]
         found = []
         while large:
@@ -77,9 +108,6 @@ class SharedTableElimination:
             part = frozenset[int]().union(*(each for each in large if found[-1] in each))
             large = [each for each in large if part.isdisjoint(each)]
         return found
-
-    def _entries(self, bucket: _EliminationStep) -> int:
-        return _entries(self.sizes, bucket.node, bucket.others)
 
     def solve(
         self, costs: Sequence[Floats], tables: Sequence[Floats], pattern: object = None
@@ -173,32 +201,7 @@ def elimination_order(
     for scope in scopes:
         for node in scope:
             neighbours[node].update(other for other in scope if other != node)
-    order = _order(sizes, neighbours, largest)
-    rank = {node: place for place, (node, _) in enumerate(order)}
-    given: list[list[int]] = [[] for _ in order]
-    for i, scope in enumerate(scopes):
-        given[min(rank[node] for node in scope)].append(i)
-    made: list[list[int]] = [[] for _ in order]
-    arranged: list[tuple[int, ...]] = []
-    for place, (_, around) in enumerate(order):
-        others = tuple(sorted(around))  # as the nodes stand, so that the order is one in equal parts
-        arranged.append(others)
-        if others:
-            made[min(map(rank.__getitem__, others))].append(place)
-    buckets = []
-    for place, (node, _) in enumerate(order):
-        at = {other: axis for axis, other in enumerate((node, *arranged[place]))}
-        buckets.append(
-            _EliminationStep(
-                node,
-                arranged[place],
-                tuple((i, tuple(at[other] for other in scopes[i])) for i in given[place]),
-                tuple((i, tuple(at[other] for other in arranged[i])) for i in made[place]),
-            )
-        )
-    return SharedTableElimination(
-        tuple(sizes), tuple(buckets), tuple(tuple(sizes[node] for node in scope) for scope in scopes)
-    )
+    return SharedTableElimination(tuple(sizes), _order(sizes, neighbours, largest), scopes)
 
 
 def _entries(sizes: Sequence[int], node: int, others: Iterable[int]) -> int:

@@ -280,13 +280,24 @@ class _WeightedModel:
         gone = set(cut)
         whole = [int(np.argmin(self.costs[node])) if node in gone else state for node, state in enumerate(chosen)]
         total = self.model.sums(whole)
+        # Equal layers have equal tables and states.
+        counts: dict[object, int] = {}
+        alike: dict[object, int] = {}
         for i, _ in touched:
+            scope = self.scopes[i]
+            states = tuple([whole[node] + (node in gone) * OPEN for node in scope])
+            key = id(self.tables[i]), id(self.model.factors[i].table), states
+            counts[key] = counts.get(key, 0) + 1
+            alike.setdefault(key, i)
+        for each, i in alike.items():
             factor, table = self.model.factors[i], self.tables[i]
             left = table[tuple(slice(None) if node in gone else chosen[node] for node in factor.scope)]
             own = iter(np.unravel_index(int(left.argmin()), left.shape))
-            total += factor.table.at(*(int(next(own)) if node in gone else chosen[node] for node in factor.scope))
-            total -= factor.at(whole)
+            free = factor.table.at(*(int(next(own)) if node in gone else chosen[node] for node in factor.scope))
+            total += counts[each] * (free - factor.at(whole))
         return total
 
 
 _NOTHING = np.zeros(1)
+# Beyond all states: marks that of a cut variable.
+OPEN = 2**40
