@@ -27,7 +27,7 @@ from autopar.plans.group_capacity import in_slots
 from autopar.plans.loss_pieces import stated_graph
 from autopar.plans.micro_counts import counts_of, halves_to_try, with_open_micro
 from autopar.plans.plan import Plan, under_layout
-from autopar.plans.refused import closest_of, in_a_micro_batch, with_all_memory, with_its_line
+from autopar.plans.refused import closest_of, in_a_micro_batch, with_all_memory, with_its_line, with_micro_batches
 from autopar.plans.replicas import replicas_of, with_meetings
 from autopar.plans.unequal import solve_with_shares, with_speeds
 from autopar.sharding.assignment import StepPlan
@@ -168,8 +168,8 @@ def plan_graph(
             raise closest
         try:
             return plan_graph(graph, meshes, smaller, replace(request, until_one_fits=False), progress, ends)
-        except (NoFeasiblePlan, LayoutError):
-            raise closest from None  # it says more than the error with micro-batches
+        except (NoFeasiblePlan, LayoutError) as error:
+            raise with_micro_batches(closest, error) from None  # it says more than the error with micro-batches
     return best if layout is None else under_layout(best, layout)
 
 

@@ -13,7 +13,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import excerpts
 from autopar.solver.infeasible import NoFeasiblePlan
 
-__all__ = ["closest_of", "in_a_micro_batch", "with_all_memory", "with_its_line"]
+__all__ = ["closest_of", "in_a_micro_batch", "with_all_memory", "with_its_line", "with_micro_batches"]
 
 
 def closest_of(refused: Sequence[tuple[Mesh, AutoparError]], count: int) -> AutoparError:
@@ -28,6 +28,16 @@ def closest_of(refused: Sequence[tuple[Mesh, AutoparError]], count: int) -> Auto
     late = "" if len(refused) == count else f" of which {len(refused)} were searched in time"
     what = f"of {count} meshes{late}, {mesh} comes closest: {error.what}"
     return NoFeasiblePlan(what, error.least_bytes, error.lines, error.fix)
+
+
+def with_micro_batches(error: AutoparError, smaller: AutoparError) -> AutoparError:
+    """Add what a step in micro-batches takes, where that is less and too much as well; `smaller` is their error."""
+    least = [one.least_bytes if isinstance(one, NoFeasiblePlan) else None for one in (error, smaller)]
+    if not isinstance(error, NoFeasiblePlan) or least[0] is None or least[1] is None or least[1] >= least[0]:
+        return error
+    assert isinstance(smaller, NoFeasiblePlan), "it has least bytes"
+    what = f"{error.what}; in micro-batches it is {size_text(least[1])}"
+    return NoFeasiblePlan(what, least[1], error.lines, smaller.fix)
 
 
 def in_a_micro_batch(error: LayoutError, said: Layout | None) -> LayoutError:

@@ -61,3 +61,17 @@ def test_what_only_the_whole_device_can_hold() -> None:
         plan_graph(graph, mesh, "micro 1; ddp", PlanRequest(tight, cache=False, time_limit=60))
     found = plan_graph(graph, mesh, "micro 1; ddp", PlanRequest(tight, "100%", cache=False, time_limit=60))
     assert least <= found.memory_bytes <= 1.02 * least
+
+
+def test_what_micro_batches_take_is_said_too() -> None:
+    graph, mesh = traced(gpt, layers=1), (Mesh("dp=2"),)
+    least = []
+    for layout in ("micro 1; ddp", "ddp"):
+        with pytest.raises(NoFeasiblePlan) as refused:
+            plan_graph(graph, mesh, layout, PlanRequest("h100", 1000, cache=False, time_limit=60))
+        least.append((refused.value.least_bytes, "; in micro-batches it is " in str(refused.value)))
+    (whole, _), (less, is_said) = least
+    assert is_said
+    assert less is not None
+    assert whole is not None
+    assert less < whole

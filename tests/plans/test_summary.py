@@ -69,3 +69,11 @@ def test_what_stands_at_one_place_of_all_layers_is_alike() -> None:
     graph = trace(*mlp())
     assert repeated_names(graph, "down.1.weight") == ("down.0.weight", "down.1.weight")
     assert repeated_names(graph, "x") == ("x",)
+
+
+def test_micro_batches_are_told() -> None:
+    graph = trace(*mlp(), dims={"x": "batch features"})
+    line = "the batch runs as 3 micro-batches, one after the other"
+    for text, is_told in (("micro 3; ddp", True), ("ddp", False)):
+        plan = plan_under_layout(graph, Mesh("dp=2"), text, PlanRequest("h100"), "layout")
+        assert (line in plan.summary()) == is_told

@@ -62,14 +62,18 @@ def _head(plan: PlanRecord) -> list[str]:
         lines.append(f"  host    {bytes_text(host_bytes)}{of} for each device: {_fits(plan.costs.fits_host)}")
     if plan.decided.options.precision != OWN:
         lines.insert(1, f"  runs    {plan.decided.options.precision.text}")
-    lines += [*_halves(plan), *_frozen(plan)]
+    lines += [*_in_time(plan), *_frozen(plan)]
     return lines + [f"  note    {one}" for one in notes(plan)]
 
 
-def _halves(plan: PlanRecord) -> list[str]:
+def _in_time(plan: PlanRecord) -> list[str]:
+    """Return a line about micro-batches; the table of the stages has the number of those without halves."""
     micro = plan.decided.micro
-    if micro is None or not micro.halves:
+    if micro is None:
         return []
+    if not micro.halves:
+        line = f"  micro   the batch runs as {micro.count} micro-batches, one after the other"
+        return [line] if plan.decided.assignment.pipelining is None else []
     whole = "the batch" if micro.count == 1 else f"each of {micro.count} micro-batches"
     return [f"  halves  {whole} runs as two halves, one beside the messages of the other"]
 
