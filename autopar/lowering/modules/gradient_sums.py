@@ -22,9 +22,9 @@ def leaves_of(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _take(sums: ref[GradientSums], place: int, leaf: Tensor) -> None:
-    """Move the gradient of one micro-batch from `.grad` of a leaf to its sum."""
+    """Move the gradient of one micro-batch from `.grad` of a leaf to where its sum is, or begins."""
     found = sums()
-    if found is not None and leaf.grad is not None:
+    if found is not None and leaf.grad is not None and found.takes(place):
         gradient, leaf.grad = leaf.grad, None
         found.put(place, gradient)
 
@@ -50,6 +50,10 @@ class GradientSums:
         hook = partial(_take, ref(self), place)
         self.leaves[place].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
+    def takes(self, place: int) -> bool:
+        """Return whether a gradient is moved as soon as it is there; autograd adds to one that is in place."""
+        return self.is_half or place in self._targets
+
     def use(self, place: int, target: Tensor) -> None:
         """Add up the gradients of one leaf in given memory, in the dtype of the sum."""
         if not self.is_half:
@@ -72,24 +76,30 @@ class GradientSums:
         return taken
 
     def _widen(self, place: int, gradient: Tensor) -> None:
-        total, target = self._totals.get(place), self._targets.pop(place, None)
+        total = self._totals.get(place)
         if total is not None:
             total += gradient
-        elif target is not None:
-            self._totals[place] = target.copy_(gradient)
-        else:
+            return
+        target = self._targets.pop(place, None)
+        if target is None:
             # A copy: the gradient may share memory with another one.
-            self._totals[place] = gradient.to(sum_dtype(gradient.dtype), copy=True)
+            target = gradient.to(sum_dtype(gradient.dtype), copy=True)
+        else:
+            target.copy_(gradient)
+        self._totals[place] = target
 
     def put(self, place: int, gradient: Tensor) -> None:
         """Add a gradient of one leaf, in memory of its own."""
         leaf = self.leaves[place]
-        if (total := leaf.grad) is not None:
-            total += gradient
-        elif self.is_half or place in self._totals or place in self._targets:
+        if self.is_half:
             self._widen(place, gradient)
+        elif (total := leaf.grad) is not None:
+            total += gradient
+        elif place in self._totals:
+            self._totals[place] += gradient
         else:
-            leaf.grad = gradient
+            target = self._targets.pop(place, None)
+            leaf.grad = gradient if target is None else target.copy_(gradient)
 
     def put_product(self, place: int, left: Tensor, right: Tensor) -> None:
         """Add a gradient of one leaf that is a product of two matrices."""
