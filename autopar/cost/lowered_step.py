@@ -36,6 +36,8 @@ from autopar.sharding.sharding import Sharding
 from autopar.sharding.shares import marked_for
 from autopar.sharding.time_slice import gathered_once, slice_in_time, slice_of_half
 
+# What the stages of a pipeline have in common, whatever they recompute.
+IN_PARTS = "tasks", "parts_of", "crossing", "stage_with", "tied", "late_weights", "nodes_of_stages", "makers"
 # A value in one of its shardings.
 Version = tuple[str, Sharding]
 
@@ -188,9 +190,15 @@ class LoweredStep:
     def at(self, stage: int) -> LoweredStep:
         """Return the step as a stage of a pipeline sees it."""
         found = replace(self, stage=stage)
-        in_parts = "tasks", "parts_of", "crossing", "stage_with", "tied", "late_weights", "nodes_of_stages", "makers"
         saved = "layers", "recomputed", "reading", "offloaded", "moved_inputs", "saved_roots", "footprints"
-        for name in ("reshard_plan", "buckets", "schedule", "resharded", *saved, *in_parts):
+        for name in ("reshard_plan", "buckets", "schedule", "resharded", *saved, *IN_PARTS):
+            found.__dict__[name] = getattr(self, name)
+        return found
+
+    def recomputing(self, modes: Mapping[str, Recompute]) -> LoweredStep:
+        """Return the step with layers in other recompute modes; reshards, buckets and stages are the same."""
+        found = replace(self, plan=self.plan.with_recompute(modes))
+        for name in ("reshard_plan", "buckets", "resharded", *IN_PARTS):
             found.__dict__[name] = getattr(self, name)
         return found
 

@@ -204,13 +204,13 @@ def model_costs(
     by_mode: dict[Recompute, tuple[SegmentCosts, ...]] = {} if begun is None else dict(begun.by_mode)
     inputs, near = 0.0 if begun is None else begun.inputs_bytes, begun or like
     footprints = {} if near is None else near.footprints
+    whole = lower_step(short.graph, replace(plan, assignment=replace(assignment, recompute={})))
+    # Memory of one micro-batch alone: those in flight are added for each schedule.
+    whole.__dict__["tasks"] = orders(len(every), 1, "gpipe")
     for mode in modes if like is None else modes[:1]:
         if mode in by_mode:
             continue
-        recompute = {} if mode == "none" else dict.fromkeys(layers_of(short.graph), mode)
-        step = lower_step(short.graph, replace(plan, assignment=replace(assignment, recompute=recompute)))
-        # Memory of one micro-batch alone: those in flight are added for each schedule.
-        step.__dict__["tasks"] = orders(len(every), 1, "gpipe")
+        step = whole.recomputing({} if mode == "none" else dict.fromkeys(layers_of(short.graph), mode))
         # All modes run the same ops.
         step.__dict__["footprints"] = footprints
         inputs = inputs or memory(step.at(0)).inputs_bytes
