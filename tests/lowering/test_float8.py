@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from autopar.lowering.modules import float8
 from autopar.lowering.modules.float8 import E4M3, E5M2, coded, decoded, float8_linear, rounded, scale_of
+from autopar.lowering.modules.float8_weights import CastWeights
 
 
 def operands(k: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -148,3 +149,22 @@ def test_a_compiler_sees_scales_and_casts(rows: bool) -> None:
     for code in graphs:
         assert "float8_e4m3fn" in code
         assert "autopar.float8" not in code
+
+
+def test_a_weight_that_is_kept_suits_kernels_whatever_rows_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifteen rows have no kernel, and make the cast that sixteen read. GPUs read the right operand by columns."""
+    weight, casts, orders = torch.randn(32, 16, dtype=torch.bfloat16), CastWeights(), []
+
+    def multiply(left: Tensor, right: Tensor, **given: Any) -> Tensor:
+        orders.append(right.stride(0))
+        return kernel(left, right, **given)
+
+    kernel = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    casts.add([weight])
+    for count in (15, 16):
+        gradient = torch.randn(count, 32, dtype=torch.bfloat16)
+        apart = torch.ops.autopar.float8_input_gradient(gradient, weight, False)
+        with casts.kept():
+            assert torch.equal(torch.ops.autopar.float8_input_gradient(gradient, weight, False), apart)
+    assert orders == [1, 1], "of sixteen rows, apart and kept"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.lowering.modules.float8 import E4M3, by_columns, scaled
+from autopar.lowering.modules.float8 import E4M3, right_operand, scaled
 from autopar.lowering.modules.float8_groups import float8_grouped, grouped_kernel, in_multiples, summing_kernel
 from tests.lowering.test_float8 import reference
 
@@ -113,8 +113,8 @@ def test_kernels_take_what_they_are_given() -> None:
     """No GPU is needed: torch checks dtypes, strides and scales of tensors without values, too."""
     rows, matrices, _, gradient = (one.to("meta") for one in operands())
     counts = torch.tensor(COUNTS, device="meta")
-    (left, left_scale), (right, right_scale) = scaled(rows, E4M3, 1), scaled(matrices, E4M3, 1)
-    made = grouped_kernel(left, by_columns(right), (left_scale.squeeze(1), right_scale.squeeze(1)), counts)
+    (left, left_scale), (right, right_inverse) = scaled(rows, E4M3, 1), right_operand(matrices, 1)
+    made = grouped_kernel(left, right, (left_scale.squeeze(1), right_inverse.squeeze(1)), counts)
     assert made.shape == (len(rows), HIDDEN)
     columns = [torch.empty(len(COUNTS), size, device="meta") for size in (WIDTH, HIDDEN)]
     sides = [torch.empty(96, size, dtype=E4M3, device="meta") for size in (WIDTH, HIDDEN)]

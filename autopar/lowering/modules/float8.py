@@ -9,6 +9,7 @@ for each row. `torch._scaled_mm` multiplies; sizes that it does not take are mul
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ __all__ = [
     "E4M3",
     "FLOAT8_LINEAR",
     "MULTIPLE",
-    "by_columns",
     "coded",
     "decoded",
     "float8_linear",
+    "right_operand",
     "rounded",
     "scale_of",
     "scaled",
@@ -103,16 +104,10 @@ def product(
 ) -> Tensor:
     """Return `a @ b` of operands in float8, in the dtype of `a`; `by_weight`: `b` is a weight, in e4m3."""
     left, left_scale = scaled(a, dtypes[0], 1 if rows else None)
-    has_kernel = _has_kernel(a) and all(size and size % MULTIPLE == 0 for size in (*a.shape, *b.shape))
-
-    def right_of(x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
-        made, scale = scaled(x, dtypes[1], dim)
-        return by_columns(made) if has_kernel else made, scale.reciprocal()
-
-    dim = 0 if rows else None
-    right, right_inverse = cast_weight(b, dim, right_of) if by_weight else right_of(b, dim)
+    cast, dim = partial(right_operand, dtype=dtypes[1]), 0 if rows else None
+    right, right_inverse = cast_weight(b, dim, cast) if by_weight else cast(b, dim)
     inverses = left_scale.reciprocal(), right_inverse
-    if not has_kernel:
+    if 0 in (*a.shape, *b.shape) or any(size % MULTIPLE for size in (*a.shape, *b.shape)) or not _has_kernel(a):
         return emulated(left, right, inverses, a.dtype)
     made: Tensor = torch._scaled_mm(
         left.contiguous(), right, scale_a=inverses[0], scale_b=inverses[1], out_dtype=a.dtype
@@ -120,9 +115,11 @@ def product(
     return made
 
 
-def by_columns(x: Tensor) -> Tensor:
-    """Return matrices in the order of memory in which kernels read the right operand of a product."""
-    return x if x.stride(-2) == 1 else x.transpose(-2, -1).contiguous().transpose(-2, -1)
+def right_operand(x: Tensor, dim: int | None, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    """Return matrices in float8 by columns, as kernels read the right operand, and the inverse of their scale."""
+    made, scale = scaled(x, dtype, dim)
+    by_columns = made if made.stride(-2) == 1 else made.transpose(-2, -1).contiguous().transpose(-2, -1)
+    return by_columns, scale.reciprocal()
 
 
 def emulated(left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.lowering.modules.float8 import E4M3, MULTIPLE, by_columns, scale_of, scaled
+from autopar.lowering.modules.float8 import E4M3, MULTIPLE, right_operand, scale_of, scaled
 from autopar.lowering.modules.float8_weights import cast_weight
 from autopar.rules.shard_call.sparse_rows import ends_of, multiply_groups, sum_groups, with_bias
 
@@ -38,15 +38,9 @@ def float8_grouped(rows: Tensor, matrices: Tensor, bias: Tensor | None, counts: 
 
 def _multiply(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     left, left_scale = scaled(rows, E4M3, 1)
-    has_kernel = _has_kernel(rows, matrices)
-
-    def right_of(x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
-        made, scale = scaled(x, E4M3, dim)
-        return by_columns(made) if has_kernel else made, scale.reciprocal()
-
-    right, right_inverse = cast_weight(matrices, 1, right_of)
+    right, right_inverse = cast_weight(matrices, 1, right_operand)
     left_inverse = left_scale.reciprocal()
-    if has_kernel:
+    if _has_kernel(rows, matrices):
         return grouped_kernel(left, right, (left_inverse.squeeze(1), right_inverse.squeeze(1)), counts)
     dtype = rows.dtype
     left, right = left.to(dtype) * left_inverse.to(dtype), right.to(dtype) * right_inverse.to(dtype)
