@@ -67,9 +67,7 @@ class _Profiler:
     def __post_init__(self) -> None:
         plan = self.plan = self.step.plan
         self.graph, self.reshard_plan = self.step.graph, self.step.reshard_plan
-        options = plan.options
-        given = options.links, options.compiled, options.precision, self.step.half, options.keeps_casts
-        self.tasks = TaskBuilder(self.graph, self.cluster, plan.axes, *given)
+        self.tasks = TaskBuilder.of(self.graph, self.cluster, plan.axes, plan.options, self.step.half)
         if plan.assignment.pipelining is not None:
             self.tasks.on_mesh(plan.assignment.pipelining.mesh)
         self.tied = {one.version[0] for one in self.step.tied}

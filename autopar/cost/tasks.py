@@ -26,7 +26,7 @@ from autopar.ir.precision import OWN, Precision
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
-from autopar.sharding.options import sum_dtype
+from autopar.sharding.options import TrainingOptions, sum_dtype
 from autopar.sharding.reshard.reshard import StepSize
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.sharding import Sharding
@@ -78,6 +78,14 @@ class TaskBuilder(ParameterPasses):
     keeps_casts: bool = False
     works: dict[Any, OpWork] = field(default_factory=dict)
     numels: dict[tuple[str, Sharding], float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        graph: NamedGraph, cluster: Cluster, axes: SubMesh, options: TrainingOptions, half: NamedGraph | None
+    ) -> TaskBuilder:
+        """Return the tasks of a step with these options."""
+        given = options.links, options.compiled, options.precision, half, options.keeps_casts
+        return TaskBuilder(graph, cluster, axes, *given)
 
     def __post_init__(self) -> None:
         self.device = self.cluster.device

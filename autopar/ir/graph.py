@@ -134,8 +134,8 @@ class NamedGraph:
         return footprints(self.exported, twins)
 
     @cached_property
-    def float8_weights(self) -> Mapping[str, str]:
-        """Return the weights of products that may be in float8, and views of them, each with its parameter."""
+    def float8_weights(self) -> frozenset[str]:
+        """Return the parameters that are weights of products that may be in float8 alone, and views of them."""
         return weights_in_float8(self.nodes, self.tensors, self.footprints)
 
     @cached_property

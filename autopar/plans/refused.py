@@ -32,12 +32,12 @@ def closest_of(refused: Sequence[tuple[Mesh, AutoparError]], count: int) -> Auto
 
 def with_micro_batches(error: AutoparError, smaller: AutoparError) -> AutoparError:
     """Add what a step in micro-batches takes, where that is less and too much as well; `smaller` is their error."""
-    least = [one.least_bytes if isinstance(one, NoFeasiblePlan) else None for one in (error, smaller)]
-    if not isinstance(error, NoFeasiblePlan) or least[0] is None or least[1] is None or least[1] >= least[0]:
+    if not isinstance(error, NoFeasiblePlan) or not isinstance(smaller, NoFeasiblePlan):
         return error
-    assert isinstance(smaller, NoFeasiblePlan), "it has least bytes"
-    what = f"{error.what}; in micro-batches it is {size_text(least[1])}"
-    return NoFeasiblePlan(what, least[1], error.lines, smaller.fix)
+    whole, least = error.least_bytes, smaller.least_bytes
+    if whole is None or least is None or least >= whole:
+        return error
+    return NoFeasiblePlan(f"{error.what}; in micro-batches it is {size_text(least)}", least, error.lines, smaller.fix)
 
 
 def in_a_micro_batch(error: LayoutError, said: Layout | None) -> LayoutError:

@@ -7,7 +7,7 @@ so a plan can be priced on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -76,9 +76,9 @@ def step_collectives(
                 yield StepCollective(kind, axes, direction, one.tensor, one.op, ceil(size * share))
 
 
-def gathered_in_float8(graph: NamedGraph, precision: Precision) -> Collection[str]:
+def gathered_in_float8(graph: NamedGraph, precision: Precision) -> frozenset[str]:
     """Return the parameters that are gathered in float8."""
-    return graph.float8_weights if precision.gathers else ()
+    return graph.float8_weights if precision.gathers else frozenset()
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,7 @@ class PlanningProblem:
         kind = priced_kind(graph, mesh, cluster, options.links, fastest=stages is not None)
         axes, cluster = axes.seen(kind.coordinate), kind.alone(cluster)
         half = None if call is None else slice_of_half(call.graph, call.micro)
-        given = options.links, options.compiled, options.precision, half, options.keeps_casts
-        prices = TaskBuilder(graph, cluster, axes, *given)
+        prices = TaskBuilder.of(graph, cluster, axes, options, half)
         if stages is not None:
             prices.on_mesh(mesh)
         users: dict[str, list[NamedNode]] = {}

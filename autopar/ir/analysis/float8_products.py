@@ -25,11 +25,8 @@ def in_float8(node: NamedNode, tensors: Mapping[str, NamedTensor], precision: Pr
 
 def weights_in_float8(
     nodes: Iterable[NamedNode], tensors: Mapping[str, NamedTensor], memory: Mapping[str, Footprint]
-) -> Mapping[str, str]:
-    """Return the parameters that nothing reads but products that may be in float8, as their weights.
-
-    They and their views are the keys, each with its parameter.
-    """
+) -> frozenset[str]:
+    """Return the weights that nothing reads but products that may be in float8: parameters, and their views."""
     # The parameter of a weight, through its views.
     sources = {name: name for name, tensor in tensors.items() if tensor.kind == "param"}
     found, others = set[str](), set[str]()
@@ -47,7 +44,7 @@ def weights_in_float8(
             else:
                 others.add(source)
     weights = found - others
-    return {name: source for name, source in sources.items() if source in weights}
+    return frozenset(name for name, source in sources.items() if source in weights)
 
 
 def _suits(node: NamedNode, tensors: Mapping[str, NamedTensor]) -> bool:

@@ -316,19 +316,19 @@ class BucketPass:
         """Take gradients from these sums as soon as they are complete; `is_final`: no factor comes after."""
         self.sums, self.reductions = sums, {}
         self.early = {one for one in self.buckets.every if is_final or self._is_early(one, is_float16)}
-        for one in {one.bucket: None for closing in self.buckets.closing.values() for one in closing}:
-            if one in self.early and one.state.bucket.is_sum:
-                self._sum_in_buffer(one, sums)
+        closing = {one.bucket for ones in self.buckets.closing.values() for one in ones}
+        for bucket in self.early & closing:
+            if bucket.state.bucket.is_sum:
+                self._sum_in_buffer(bucket, sums)
 
     def _sum_in_buffer(self, bucket: LoopBucket, sums: LeafSums) -> None:
         """Let the gradients of a bucket add up in the buffer that is reduced."""
         leaves, reduced = [self.inputs[place] for place in bucket.places], bucket.state.bucket.handling.reduced
         if all(x.requires_grad and sum_dtype(x.dtype) == reduced for x in leaves):
             # Of the shapes of the leaves, which may have no values yet.
-            buffer, start = bucket.state.free_buffer(leaves[0], reduced), 0
-            for place, x in zip(bucket.places, leaves, strict=True):
-                sums.use(place, buffer.narrow(0, start, x.numel()).view(x.shape))
-                start += x.numel()
+            parts = torch._C._nn.unflatten_dense_tensors(bucket.state.free_buffer(leaves[0], reduced), leaves)
+            for place, part in zip(bucket.places, parts, strict=True):
+                sums.use(place, part)
 
     def _is_early(self, bucket: LoopBucket, is_float16: bool) -> bool:
         handling = bucket.state.bucket.handling

@@ -227,9 +227,7 @@ class _OpTraffic:
 
     def __init__(self, wired: LoweredStep, cluster: Cluster) -> None:
         self.graph, plan = wired.graph, wired.plan
-        options = plan.options
-        given = options.links, options.compiled, options.precision, wired.half, options.keeps_casts
-        self.prices = TaskBuilder(self.graph, cluster, plan.axes, *given)
+        self.prices = TaskBuilder.of(self.graph, cluster, plan.axes, plan.options, wired.half)
         self.prices.on_mesh(plan.mesh)
         self.reshard_plan = wired.reshard_plan
         self.buckets: dict[str, list[Bucket]] = {}

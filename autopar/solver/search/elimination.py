@@ -281,20 +281,17 @@ class _WeightedModel:
         whole = [int(np.argmin(self.costs[node])) if node in gone else state for node, state in enumerate(chosen)]
         total = self.model.sums(whole)
         # Equal layers have equal tables and states.
-        counts: dict[object, int] = {}
-        alike: dict[object, int] = {}
+        alike: dict[object, list[int]] = {}
         for i, _ in touched:
             scope = self.scopes[i]
             states = tuple([whole[node] + (node in gone) * OPEN for node in scope])
-            key = id(self.tables[i]), id(self.model.factors[i].table), states
-            counts[key] = counts.get(key, 0) + 1
-            alike.setdefault(key, i)
-        for each, i in alike.items():
+            alike.setdefault((id(self.tables[i]), id(self.model.factors[i].table), states), []).append(i)
+        for i, *others in alike.values():
             factor, table = self.model.factors[i], self.tables[i]
             left = table[tuple(slice(None) if node in gone else chosen[node] for node in factor.scope)]
             own = iter(np.unravel_index(int(left.argmin()), left.shape))
             free = factor.table.at(*(int(next(own)) if node in gone else chosen[node] for node in factor.scope))
-            total += counts[each] * (free - factor.at(whole))
+            total += (1 + len(others)) * (free - factor.at(whole))
         return total
 
 
