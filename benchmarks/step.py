@@ -5,6 +5,7 @@
     python -m benchmarks.step --compiled --json step.json
     python -m benchmarks.step --hf                   # models of transformers on one rank, beside the plain model
     python -m benchmarks.step --moe                  # experts on ranks of their own, beside experts that are gathered
+    python -m benchmarks.step --moe --ranks 1        # blocks of experts on one rank, beside the plain block
 
 A step is: gradients dropped, forward, backward and the step of AdamW (`--optimizer none` leaves it out). Ours and the
 peer take turns step by step, so that a machine that drifts drifts for both; a step takes as long as its slowest rank.
@@ -46,7 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "small": {"layers": 4, "d_model": 128, "heads": 4, "vocab": 1024, "seq": 64, "batch": 8},
     "25M": {"layers": 6, "d_model": 512, "heads": 8, "vocab": 12000, "seq": 64, "batch": 8},
 }
-STEPS = {"host": 400, "small": 100, "25M": 24}
+STEPS = {"host": 400, "small": 100, "25M": 24, "block": 24}
 WARM_UP = 4
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
     "none": None,
@@ -83,6 +84,13 @@ MOE_COMPARISON = Comparison(
 )
 # Experts and experts of a token, at the width of the size.
 MOE = {"mixtral-8": (8, 2), "mixtral-32": (32, 4)}
+BLOCK_COMPARISON = replace(HF_COMPARISON, name="one rank", target=1.0, peer_name="the plain block")
+# Widths of the stream and of an expert, experts, experts of a token, tokens.
+BLOCKS = {
+    "8 experts": (256, 512, 8, 2, 1024),
+    "32 experts": (512, 256, 32, 4, 1024),
+    "64 experts": (1024, 512, 64, 8, 256),
+}
 
 
 def hf_causal(architecture: str, size: str) -> tuple[torch.nn.Module, dict[str, Tensor]]:
@@ -119,6 +127,28 @@ def moe(name: str, size: str) -> tuple[torch.nn.Module, dict[str, Tensor]]:
     model, inputs = hf("mixtral", 2 * sizes["batch"], sizes["seq"], train=True, dropout=0.0, **config)
     ids = inputs["input_ids"]
     return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+class ExpertBlock(nn.Module):
+    """The experts of a Mixtral with their router, and a loss."""
+
+    def __init__(self, width: int, hidden: int, experts: int, each: int) -> None:
+        super().__init__()
+        config: dict[str, Any] = {"hidden_size": width, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config |= {"head_dim": width // 4, "intermediate_size": hidden}
+        config |= {"num_local_experts": experts, "num_experts_per_tok": each}
+        model, _ = hf("mixtral", train=True, num_hidden_layers=1, vocab_size=8, **config)
+        layers: Any = model.get_submodule("model.layers")
+        self.block = layers[0].mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.block(x)
+        return made.square().mean()
+
+
+def expert_block(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    *sizes, tokens = BLOCKS[name]
+    return ExpertBlock(*sizes), {"x": torch.randn(1, tokens, sizes[0])}
 
 
 @dataclass(frozen=True)
@@ -203,7 +233,9 @@ def compare(
 ) -> Row:
     torch.manual_seed(0)
     model: nn.Module
-    if architecture in MOE:
+    if architecture in BLOCKS:
+        model, inputs = expert_block(architecture)
+    elif architecture in MOE:
         model, inputs = moe(architecture, size)
     else:
         model, inputs = hf_causal(architecture, size) if architecture else gpt(**SIZES[size])
@@ -302,7 +334,7 @@ def wanted(arguments: argparse.Namespace, ranks: int) -> list[tuple[Comparison, 
     if arguments.hf:
         return [(HF_COMPARISON, architecture) for architecture in arguments.architecture or HF]
     if arguments.moe:
-        return [(MOE_COMPARISON, name) for name in MOE]
+        return [(BLOCK_COMPARISON, name) for name in BLOCKS] if ranks == 1 else [(MOE_COMPARISON, name) for name in MOE]
     named = [each for each in COMPARISONS if not arguments.only or each.name in arguments.only]
     return [(each, None) for each in named if (each.peer == "plain") == (ranks == 1)]
 
@@ -310,7 +342,7 @@ def wanted(arguments: argparse.Namespace, ranks: int) -> list[tuple[Comparison, 
 def run_rank(rank: int, ranks: int, arguments: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     join_local_group(Path(folder, "meeting"), rank, ranks)
-    for size in arguments.size:
+    for size in ["block"] if arguments.moe and ranks == 1 else arguments.size:
         for comparison, architecture in wanted(arguments, ranks):
             row = compare(comparison, size, arguments, rank, ranks, architecture)
             if rank == 0:
@@ -344,7 +376,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
     parser.add_argument("--compiled", action="store_true", help="both under torch.compile")
     parser.add_argument("--hf", action="store_true", help="models of transformers on one rank: " + ", ".join(HF))
-    parser.add_argument("--moe", action="store_true", help="mixtures of experts on 4 ranks: " + ", ".join(MOE))
+    parser.add_argument("--moe", action="store_true", help="mixtures of experts: " + ", ".join((*MOE, *BLOCKS)))
     parser.add_argument("--architecture", action="append", help="with --hf: another architecture; may be repeated")
     parser.add_argument("--json", help="write the rows to this file")
     arguments = parser.parse_args()

@@ -27,7 +27,7 @@ from autopar.lowering.float8_calls import float8_call
 from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
 from autopar.lowering.passes.bucket_parameters import BucketedParameters, in_a_bucket, put_in_buckets
-from autopar.lowering.passes.empty_shards import EmptyShardOp, nodes_of, reached
+from autopar.lowering.passes.empty_shards import EmptyShardOp, has_node, nodes_of, reached
 from autopar.lowering.passes.hoist_small_sums import HoistedSums, move_to_ends
 from autopar.lowering.passes.join_small_sums import join_totals
 from autopar.lowering.passes.loop_buckets import put_in_loops
@@ -42,6 +42,7 @@ from autopar.lowering.passes.pipeline_parts import OP, VALUE, StageCut
 from autopar.lowering.passes.random_ops import RandomOps
 from autopar.lowering.passes.rank_check import put_gate
 from autopar.lowering.passes.recompute_regions import KEPT, REGION, mark_movable, with_regions
+from autopar.lowering.passes.repeated_rows import dispatch_repeated_rows
 from autopar.lowering.passes.routed_rows import RoutedRows
 from autopar.lowering.passes.side_by_side import halves_of
 from autopar.lowering.verify import verify_emitted
@@ -157,7 +158,7 @@ class _Emitter:
         put_in_loops(self.out, self.modules, self.outputs, self.graph, self.groups)
         if self.parameters.gate is not None:
             put_gate(self.out, self.modules, self.parameters.gate)
-        take_device_kernels(self.out, self.groups.device_type, lambda value: value.meta.get(VALUE) in self.trained)
+        self._take_kernels(self.out, self.modules)
         module = with_regions(self.out, self.modules, self.regions)
         returned = self.reshard_plan.results[len(self.graph.exported.mutations) :]
         emitted = Emitted(
@@ -174,8 +175,12 @@ class _Emitter:
         parameters = replace(self.parameters, handling=handling, awaited=False)
         self.sum_bytes |= put_in_buckets(graph, modules, self.by_node, parameters)
         self.in_bodies |= in_a_bucket(graph, modules)
-        take_device_kernels(graph, self.groups.device_type, lambda value: value.meta.get(VALUE) in self.trained)
+        self._take_kernels(graph, modules)
         return with_regions(graph, modules, self.regions)
+
+    def _take_kernels(self, graph: Graph, modules: dict[str, nn.Module]) -> None:
+        take_device_kernels(graph, self.groups.device_type, lambda value: value.meta.get(VALUE) in self.trained)
+        dispatch_repeated_rows(graph, modules)
 
     def _mark(self, made: Node, source: Node, op: str) -> None:
         """Record the source node of generated nodes, and which of them are recomputed."""
@@ -252,7 +257,7 @@ class _Emitter:
             local = self._filled(local)
         lowered = [piece for piece in pieces if node.rule.lowering(piece.factor)]
         if lowered:
-            names = tuple(name for name, value in local.arguments.items() if _has_node(value))
+            names = tuple(name for name, value in local.arguments.items() if has_node(value))
             plain = {name: None if name in names else value for name, value in local.arguments.items()}
             module = LocalOpModule(replace(local, arguments=plain), tuple(lowered), names)
             return self._module(f"{node.name}_split", module, tuple(local.arguments[name] for name in names))
@@ -282,12 +287,12 @@ class _Emitter:
             first = next(iter(self.out.nodes), self.out._root)
             with self.out.inserting_before(first) if last is None else self.out.inserting_after(last):
                 self.key = self.out.placeholder("key")  # not here: this may be a region that is recomputed
-        tensors = (value for value in local.arguments.values() if _has_node(value))
+        tensors = (value for value in local.arguments.values() if has_node(value))
         return self._module(f"{node.name}_drawn", made, (self.key, *tensors))
 
     def _communicating(self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice]) -> Node:
         """Emit an op with collectives inside."""
-        names = tuple(name for name, value in local.arguments.items() if _has_node(value))
+        names = tuple(name for name, value in local.arguments.items() if has_node(value))
         plain = {name: None if name in names else value for name, value in local.arguments.items()}
         sends = tuple(bind_message(message, self.groups) for message in split.messages())
         module = LoweredOpModule(split, replace(local, arguments=plain), pieces, names, sends)
@@ -347,7 +352,7 @@ class _Emitter:
         for part in pieces:
             for word in local.rule.localise:
                 seen = localiser(word)(seen, part)
-        back = {id(shape): nodes[name] for name, shape in shapes.items() if _has_node(nodes[name])}
+        back = {id(shape): nodes[name] for name, shape in shapes.items() if has_node(nodes[name])}
         return replace(seen, arguments={name: back.get(id(value), value) for name, value in seen.arguments.items()})
 
     def _shapes(self, value: Any) -> Any:
@@ -363,7 +368,7 @@ class _Emitter:
         kwargs = {}
         for argument in schema:
             value = local.arguments.get(argument.name)
-            given = not argument.has_default_value() or _has_node(value) or value != argument.default_value
+            given = not argument.has_default_value() or has_node(value) or value != argument.default_value
             if argument.kwarg_only and given:
                 kwargs[argument.name] = value
         return self.out.call_function(local.op, args, kwargs)
@@ -442,9 +447,3 @@ class _Emitter:
             unique, count = f"{stem}_{count}", count + 1
         self.modules[unique] = module
         return self.out.call_module(unique, args)
-
-
-def _has_node(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_node, value))
-    return isinstance(value, Node)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.emitted import Emitted
-from autopar.lowering.modules.routed_rows import GroupedRows
+from autopar.lowering.modules.routed_ops import GroupedRows
 from autopar.rules.ops.routed import GROUPED_ROWS
 from autopar.runtime.agreement import Agreement
 

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from autopar.lowering.modules.float8 import E4M3, right_operand, scaled
 from autopar.lowering.modules.float8_groups import float8_grouped, grouped_kernel, in_multiples, summing_kernel
+from autopar.rules.shard_call.sparse_rows import ends_of
 from tests.lowering.test_float8 import reference
 
 COUNTS = [5, 0, 17, 10]
+ENDS = ends_of(torch.tensor(COUNTS))
 WIDTH, HIDDEN = 32, 48
 
 
@@ -29,7 +31,7 @@ def test_results_and_gradients_are_those_of_torch(transposed: bool) -> None:
     if transposed:
         matrices = matrices.transpose(1, 2).contiguous().transpose(1, 2)
     given = [one.requires_grad_() for one in (rows, matrices, bias)]
-    made = float8_grouped(*given, torch.tensor(COUNTS))  # type: ignore[call-arg]
+    made = float8_grouped(*given, ENDS)  # type: ignore[call-arg]
     made.backward(gradient)
     with torch.no_grad():
         parts = [one.split(COUNTS) for one in (rows, gradient)]
@@ -55,30 +57,30 @@ def test_results_and_gradients_are_those_of_torch(transposed: bool) -> None:
 def test_the_rounding_is_that_of_float8() -> None:
     """A product in bfloat16 would be some ten times nearer."""
     rows, matrices, _, _ = operands()
-    made = float8_grouped(rows, matrices, None, torch.tensor(COUNTS)).float()
+    made = float8_grouped(rows, matrices, None, ENDS).float()
     expected = torch.cat([x.double() @ matrix.double() for x, matrix in zip(rows.split(COUNTS), matrices, strict=True)])
     error = ((made - expected).norm(dim=1) / expected.norm(dim=1)).max()
     assert 5e-3 < float(error) < 0.06
 
 
-def test_rows_in_equal_groups_need_no_counts() -> None:
+def test_rows_in_equal_groups_need_no_ends() -> None:
     rows, matrices, bias, _ = operands()
-    counts = torch.full((len(COUNTS),), 8)
-    assert torch.equal(float8_grouped(rows, matrices, bias), float8_grouped(rows, matrices, bias, counts))
+    ends = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+    assert torch.equal(float8_grouped(rows, matrices, bias), float8_grouped(rows, matrices, bias, ends))
 
 
 def test_no_rows_and_frozen_operands() -> None:
     rows, matrices, _, _ = operands()
-    counts = torch.zeros(len(COUNTS), dtype=torch.int64)
+    ends = torch.zeros(len(COUNTS), dtype=torch.int32)
     none = rows[:0].clone().requires_grad_()
-    made = float8_grouped(none, matrices.requires_grad_(), None, counts)
+    made = float8_grouped(none, matrices.requires_grad_(), None, ends)
     made.sum().backward()
     assert made.shape == (0, HIDDEN)
     assert none.grad is not None
     assert matrices.grad is not None
     assert not matrices.grad.any()
     frozen = matrices.detach()
-    float8_grouped(rows.requires_grad_(), frozen, None, torch.tensor(COUNTS)).sum().backward()
+    float8_grouped(rows.requires_grad_(), frozen, None, ENDS).sum().backward()
     assert rows.grad is not None
     assert frozen.grad is None
 
@@ -87,7 +89,7 @@ def test_no_rows_and_frozen_operands() -> None:
 def test_an_overflow_shows(value: float) -> None:
     rows, matrices, _, gradient = operands()
     rows[6, 3] = value
-    made = float8_grouped(rows, matrices.requires_grad_(), None, torch.tensor(COUNTS))
+    made = float8_grouped(rows, matrices.requires_grad_(), None, ENDS)
     made.backward(gradient)
     assert made[6].isnan().all()
     assert made[:6].isfinite().all()
@@ -114,7 +116,7 @@ def test_kernels_take_what_they_are_given() -> None:
     rows, matrices, _, gradient = (one.to("meta") for one in operands())
     counts = torch.tensor(COUNTS, device="meta")
     (left, left_scale), (right, right_inverse) = scaled(rows, E4M3, 1), right_operand(matrices, 1)
-    made = grouped_kernel(left, right, (left_scale.squeeze(1), right_inverse.squeeze(1)), counts)
+    made = grouped_kernel(left, right, (left_scale.squeeze(1), right_inverse.squeeze(1)), ENDS.to("meta"))
     assert made.shape == (len(rows), HIDDEN)
     columns = [torch.empty(len(COUNTS), size, device="meta") for size in (WIDTH, HIDDEN)]
     sides = [torch.empty(96, size, dtype=E4M3, device="meta") for size in (WIDTH, HIDDEN)]

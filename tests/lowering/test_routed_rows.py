@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import LayoutError
+from autopar.lowering.emit import emit
+from autopar.lowering.modules.routed_ops import DispatchRows
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import inserted_reshards
-from tests.ranks import difference_of
+from tests.ranks import difference_of, on_ranks
 
 pytest.importorskip("transformers.integrations.moe")
 PRODUCT = "transformers.grouped_mm_fallback.default"  # torch's own has no float64
@@ -112,6 +114,48 @@ def test_narrow_products_share_the_dispatch(layout: str) -> None:
     graph = autopar.trace(LowRank().double(), inputs, dims=dims)
     assert [node.op for node in graph.nodes].count("autopar.dispatch.default") == 1
     assert difference_of(graph, assigned(graph, layout), inputs) < 1e-12
+
+
+class TwoEach(Experts):
+    """Two experts for each token; `how` says what else reads the rows of tokens."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        tokens = x.reshape(-1, D)
+        wide = tokens.unsqueeze(1).expand(-1, 2, -1).reshape(-1, D)
+        if self.how == "by repeat_interleave":
+            wide = tokens.repeat_interleave(2, 0)
+        key = chosen.reshape(-1)
+        hidden = torch.ops.autopar.expert_rows(wide, self.up, key, PRODUCT).tanh()
+        found = torch.ops.autopar.expert_rows(hidden, self.down, key, PRODUCT)
+        if self.how == "rows read again":
+            found = found + wide
+        if self.how == "tokens read again":
+            found = found + 2 * tokens.repeat_interleave(2, 0)
+        return found.reshape(-1, 2, D).sum(1)
+
+
+REPEATS = {"plain": 2, "by repeat_interleave": 2, "tokens read again": 2, "rows read again": 1}
+
+
+@pytest.mark.parametrize("how", REPEATS)
+@pytest.mark.parametrize("layout", ["batch -> a; expert -> a", "batch -> a", "expert -> a*b"])
+def test_rows_of_tokens_are_dispatched_without_copies(layout: str, how: str) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(BATCH, SEQ, D, dtype=torch.float64, requires_grad=True), torch.randint(4, (BATCH, SEQ, 2))
+    dims = {"x": "batch seq d", "chosen": "batch seq each", "up": "expert d f"}
+    graph = autopar.trace(TwoEach(how).double(), inputs, dims=dims)
+    assignment = assigned(graph, layout)
+    assert difference_of(graph, assignment, inputs) < 1e-12
+    made = on_ranks(assignment.axes, lambda groups: emit(graph, assignment, groups, "full", False))
+    # Gradients of selected rows are added up between the copies and the dispatch.
+    expected = 1 if layout == "expert -> a*b" else REPEATS[how]
+    for one in made:
+        modules = one.graph_module.modules()
+        assert {module.repeats for module in modules if isinstance(module, DispatchRows)} == {expected}
 
 
 def exchanges(layout: str) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.lowering.modules.float8 import E4M3, MULTIPLE, right_operand, scale_of, scaled
 from autopar.lowering.modules.float8_weights import cast_weight
-from autopar.rules.shard_call.sparse_rows import ends_of, multiply_groups, sum_groups, with_bias
+from autopar.rules.shard_call.sparse_rows import counts_of, ends_of, multiply_groups, sum_groups, with_bias
 
 __all__ = ["float8_grouped"]
 
@@ -24,30 +24,31 @@ CAPABILITY = (9, 0)
 OTHERWISE = "aten._grouped_mm.default"
 
 _LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("float8_groups(Tensor rows, Tensor matrices, Tensor counts) -> Tensor")
-_LIBRARY.define("float8_groups_gradient(Tensor rows, Tensor gradients, Tensor counts) -> Tensor")
+_LIBRARY.define("float8_groups(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
+_LIBRARY.define("float8_groups_gradient(Tensor rows, Tensor gradients, Tensor ends) -> Tensor")
 
 
-def float8_grouped(rows: Tensor, matrices: Tensor, bias: Tensor | None, counts: Tensor | None = None) -> Tensor:
-    """Multiply the rows of each group by its matrix, and add its bias; without counts all groups have as many rows."""
-    if counts is None:
+def float8_grouped(rows: Tensor, matrices: Tensor, bias: Tensor | None, ends: Tensor | None = None) -> Tensor:
+    """Multiply the rows of each group by its matrix, and add its bias; without ends all groups have as many rows."""
+    if ends is None:
         groups = matrices.shape[0]
-        counts = torch.full((groups,), rows.shape[0] // groups, dtype=torch.int64, device=rows.device)
-    return with_bias(torch.ops.autopar.float8_groups.default(rows, matrices, counts), bias, counts)
+        ends = torch.arange(1, groups + 1, dtype=torch.int32, device=rows.device) * (rows.shape[0] // groups)
+    return with_bias(torch.ops.autopar.float8_groups.default(rows, matrices, ends), bias, ends)
 
 
-def _multiply(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+def _multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     left, left_scale = scaled(rows, E4M3, 1)
     right, right_inverse = cast_weight(matrices, 1, right_operand)
     left_inverse = left_scale.reciprocal()
     if _has_kernel(rows, matrices):
-        return grouped_kernel(left, right, (left_inverse.squeeze(1), right_inverse.squeeze(1)), counts)
+        return grouped_kernel(left, right, (left_inverse.squeeze(1), right_inverse.squeeze(1)), ends)
     dtype = rows.dtype
     left, right = left.to(dtype) * left_inverse.to(dtype), right.to(dtype) * right_inverse.to(dtype)
-    return multiply_groups(left, right, counts, OTHERWISE)
+    return multiply_groups(left, right, ends, OTHERWISE)
 
 
-def _gradient(rows: Tensor, gradients: Tensor, counts: Tensor) -> Tensor:
+def _gradient(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
+    counts = counts_of(ends)
     groups = torch.arange(counts.shape[0], device=counts.device)
     group = groups.repeat_interleave(counts, output_size=rows.shape[0])
     (left, left_scale), (right, right_scale) = (
@@ -60,7 +61,7 @@ def _gradient(rows: Tensor, gradients: Tensor, counts: Tensor) -> Tensor:
     dtype = rows.dtype
     left = left.to(dtype) * inverses[0].to(dtype)[group]
     right = right.to(dtype) * inverses[1].to(dtype)[group]
-    return sum_groups(left, right, counts, OTHERWISE)
+    return sum_groups(left, right, ends, OTHERWISE)
 
 
 def _scaled_by_group(x: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -80,10 +81,9 @@ def _has_kernel(rows: Tensor, other: Tensor) -> bool:
     return torch.cuda.get_device_capability(rows.device) == CAPABILITY
 
 
-def grouped_kernel(left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], counts: Tensor) -> Tensor:
+def grouped_kernel(left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], ends: Tensor) -> Tensor:
     """Return rows times the matrices of their groups, which are stored by columns."""
-    left, ends = left.contiguous(), ends_of(counts)
-    found: Tensor = torch._scaled_grouped_mm(left, right, *inverses, offs=ends, out_dtype=torch.bfloat16)
+    found: Tensor = torch._scaled_grouped_mm(left.contiguous(), right, *inverses, offs=ends, out_dtype=torch.bfloat16)
     return found
 
 
@@ -116,23 +116,23 @@ def _round_up(counts: Tensor) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, matrices, counts = inputs
+    rows, matrices, ends = inputs
     needed = ctx.needs_input_grad
     # Each operand is saved for the gradient of the other one.
-    ctx.save_for_backward(rows if needed[1] else None, matrices if needed[0] else None, counts)
+    ctx.save_for_backward(rows if needed[1] else None, matrices if needed[0] else None, ends)
     # In the order of memory of the matrices: a weight that is used transposed would copy its gradient.
     ctx.turned = matrices.stride(1) < matrices.stride(2)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    rows, matrices, counts = ctx.saved_tensors
+    rows, matrices, ends = ctx.saved_tensors
     ops = torch.ops.autopar
     of_rows = of_matrices = None
     if matrices is not None:
-        of_rows = ops.float8_groups.default(gradient, matrices.transpose(1, 2), counts)
+        of_rows = ops.float8_groups.default(gradient, matrices.transpose(1, 2), ends)
     if rows is not None:
         pair = (gradient, rows) if ctx.turned else (rows, gradient)
-        found = ops.float8_groups_gradient.default(*pair, counts)
+        found = ops.float8_groups_gradient.default(*pair, ends)
         of_matrices = found.transpose(1, 2) if ctx.turned else found
     return of_rows, of_matrices, None
 
@@ -141,12 +141,12 @@ _LIBRARY.impl("float8_groups", _multiply, "CompositeExplicitAutograd")
 _LIBRARY.impl("float8_groups_gradient", _gradient, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "autopar::float8_groups",
-    lambda rows, matrices, counts: rows.new_empty(rows.shape[0], matrices.shape[2]),
+    lambda rows, matrices, ends: rows.new_empty(rows.shape[0], matrices.shape[2]),
     lib=_LIBRARY,
 )
 torch.library.register_fake(
     "autopar::float8_groups_gradient",
-    lambda rows, gradients, counts: rows.new_empty(counts.shape[0], rows.shape[1], gradients.shape[1]),
+    lambda rows, gradients, ends: rows.new_empty(ends.shape[0], rows.shape[1], gradients.shape[1]),
     lib=_LIBRARY,
 )
 torch.library.register_autograd("autopar::float8_groups", _backward, setup_context=_setup, lib=_LIBRARY)

@@ -1,4 +1,4 @@
-"""Modules of routed rows on one rank: the order of rows, the exchange of rows for groups, products by group.
+"""Modules of routed rows on one rank that send them: exchanges of rows for groups, and reshards.
 
 Rows stand by group, and within a group by their place among the rows of the rank (`sparse_rows`). A reshard from a
 split of rows to a split of groups, or back, is one all-to-all whose sizes depend on the routing. An *exchange* holds
@@ -17,83 +17,12 @@ from torch import Tensor, nn
 from autopar.lowering.collectives.local_reshard import LocalReshard, as_bytes, is_known, run_step
 from autopar.lowering.collectives.local_steps import LocalStep, bind
 from autopar.lowering.collectives.process_groups import Groups
-from autopar.lowering.modules.float8_groups import float8_grouped
 from autopar.lowering.modules.shard_ops import ReshardModule
-from autopar.rules.shard_call.sparse_rows import combine_rows, dispatch_rows, grouped_rows, inverse_of, sort_rows
+from autopar.rules.shard_call.sparse_rows import counts_of, ends_of, inverse_of
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 from autopar.sharding.sharding import OTHER, Atoms, Sharding
 
-__all__ = [
-    "FLOAT8",
-    "CombineRows",
-    "DispatchRows",
-    "ExchangePlaces",
-    "GroupedRows",
-    "PlacedExchange",
-    "RoutedReshardModule",
-    "RowExchange",
-    "SortRows",
-]
-
-# In place of the name of a kernel.
-FLOAT8 = "float8"
-
-
-class SortRows(nn.Module):
-    """Order the rows of a rank by group; called with their keys."""
-
-    def __init__(self, first: int, groups: int, every: bool) -> None:
-        super().__init__()
-        self.first = first
-        self.groups = groups
-        self.every = every
-
-    def forward(self, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return sort_rows(key, self.first, self.groups, self.every)
-
-
-class DispatchRows(nn.Module):
-    """Take the stored rows, by their order."""
-
-    def forward(self, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        return dispatch_rows(rows, order, inverse)
-
-
-class CombineRows(nn.Module):
-    """Put stored rows back into their places; rows of other groups are zero."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def forward(self, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        return combine_rows(rows, order, inverse, self.rows)
-
-
-class GroupedRows(nn.Module):
-    """Multiply the stored rows of each group by its matrix.
-
-    `product`: name of the kernel of the model, or FLOAT8.
-    `op`: name of the op, if it is the first product of its rows: it keeps their counts, to be read on request.
-    """
-
-    def __init__(self, product: str, op: str | None) -> None:
-        super().__init__()
-        self.product = product
-        self.op = op
-        self._latest: Tensor | None = None
-
-    def forward(self, rows: Tensor, matrices: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-        if self.op is not None and not torch.compiler.is_compiling():
-            self._latest = counts
-        if self.product == FLOAT8:
-            return float8_grouped(rows, matrices, bias, counts)
-        return grouped_rows(rows, matrices, bias, counts, self.product)
-
-    def latest_rows(self) -> int | None:
-        """Return the rows of the latest uncompiled forward; the host waits for the device."""
-        return None if self._latest is None else int(self._latest.sum())
-
+__all__ = ["ExchangePlaces", "PlacedExchange", "RoutedReshardModule", "RowExchange"]
 
 # -- exchanges ---------------------------------------------------------------------------------------------------------
 
@@ -109,8 +38,8 @@ class Exchanged(NamedTuple):
     # Order of the received rows, and its inverse.
     after: Tensor
     after_inverse: Tensor
-    # Rows of each group after the exchange.
-    counts: Tensor
+    # Ends of the groups after the exchange.
+    ends: Tensor
 
 
 def _blocks(lengths: Tensor, order: Tensor, total: int) -> Tensor:
@@ -149,15 +78,16 @@ def _swap_counts(sent: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor]:
 
 
 def _row_exchange(
-    counts: Tensor, table: Tensor, by_group: Tensor, in_order: bool, ranks: int, group: str
+    ends: Tensor, table: Tensor, by_group: Tensor, in_order: bool, ranks: int, group: str
 ) -> tuple[Tensor, ...]:
+    counts = counts_of(ends)
     sent = counts.index_select(0, table)
     received, sizes = _swap_counts(sent, ranks, group)
     leaving, coming = (int(total) for total in sizes.sum(1).tolist())
     before = table.new_empty(0) if in_order else _blocks(counts, table, leaving)
     after = _blocks(received, by_group, coming)
     inverses = before if in_order else inverse_of(before), inverse_of(after)
-    return sizes, before, inverses[0], after, inverses[1], received.view(ranks, -1).sum(0)
+    return sizes, before, inverses[0], after, inverses[1], ends_of(received.view(ranks, -1).sum(0))
 
 
 class RowExchange(nn.Module):
@@ -177,12 +107,12 @@ class RowExchange(nn.Module):
         self.table = table
         self.by_group = keys.argsort()
 
-    def forward(self, counts: Tensor, index: Tensor) -> Exchanged:
-        table, by_group = self.table.to(counts.device), self.by_group.to(counts.device)
+    def forward(self, ends: Tensor, index: Tensor) -> Exchanged:
+        table, by_group = self.table.to(ends.device), self.by_group.to(ends.device)
         if torch.compiler.is_compiling():
             op = torch.ops.autopar.row_exchange.default
-            return Exchanged(*op(counts, table, by_group, self.in_order, self.ranks, self.group, index))
-        return Exchanged(*_row_exchange(counts, table, by_group, self.in_order, self.ranks, self.group))
+            return Exchanged(*op(ends, table, by_group, self.in_order, self.ranks, self.group, index))
+        return Exchanged(*_row_exchange(ends, table, by_group, self.in_order, self.ranks, self.group))
 
 
 @dataclass(frozen=True)
@@ -210,8 +140,8 @@ class PlacedExchange(nn.Module):
         self.ranks = ranks
         self.group = group
 
-    def forward(self, counts: Tensor, places: Tensor) -> tuple[Tensor, ...]:
-        maps, own = self.maps, self.maps.groups_after
+    def forward(self, ends: Tensor, places: Tensor) -> tuple[Tensor, ...]:
+        maps, own, counts = self.maps, self.maps.groups_after, counts_of(ends)
         numbers = torch.arange(counts.shape[0], device=counts.device)
         group = numbers.repeat_interleave(counts, output_size=places.shape[0])
         to = maps.to_of_group.to(counts.device)[group] + maps.to_of_row.to(counts.device)[places]
@@ -225,9 +155,8 @@ class PlacedExchange(nn.Module):
         which = torch.arange(own, device=counts.device).repeat(self.ranks)
         which = which.repeat_interleave(received, output_size=there.shape[0])
         after = (which * maps.rows_after + there).argsort()
-        found = Exchanged(
-            sizes, before, inverse_of(before), after, inverse_of(after), received.view(self.ranks, -1).sum(0)
-        )
+        ends = ends_of(received.view(self.ranks, -1).sum(0))
+        found = Exchanged(sizes, before, inverse_of(before), after, inverse_of(after), ends)
         return (*found, there.index_select(0, after))
 
 
@@ -410,29 +339,29 @@ def _drop_rows(atoms: Atoms, sharding: Sharding) -> Sharding:
 
 _LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "row_exchange(Tensor counts, Tensor table, Tensor by_group, bool in_order, int ranks, str group, Tensor index) "
+    "row_exchange(Tensor ends, Tensor table, Tensor by_group, bool in_order, int ranks, str group, Tensor index) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("exchange_rows(Tensor x, Tensor sizes, Tensor like, str group, bool back) -> Tensor")
 
 
 def _whole_exchange(
-    counts: Tensor, table: Tensor, by_group: Tensor, in_order: bool, ranks: int, group: str, index: Tensor
+    ends: Tensor, table: Tensor, by_group: Tensor, in_order: bool, ranks: int, group: str, index: Tensor
 ) -> tuple[Tensor, ...]:
-    found = _row_exchange(counts, table, by_group, in_order, ranks, group)
+    found = _row_exchange(ends, table, by_group, in_order, ranks, group)
     if not in_order:
         return found
-    every = torch.arange(index.shape[0], device=counts.device)
+    every = torch.arange(index.shape[0], device=ends.device)
     return (found[0], every, every.clone(), *found[3:])
 
 
 def _exchange_like(
-    counts: Tensor, table: Tensor, by_group: Tensor, in_order: bool, ranks: int, group: str, index: Tensor
+    ends: Tensor, table: Tensor, by_group: Tensor, in_order: bool, ranks: int, group: str, index: Tensor
 ) -> tuple[Tensor, ...]:
     coming = torch.library.get_ctx().new_dynamic_size()
     sizes = torch.empty(2, ranks, dtype=torch.int64, device="cpu")
     before, after = ([index.new_empty(count) for _ in range(2)] for count in (index.shape[0], coming))
-    return sizes, *before, *after, counts.new_empty(table.shape[0] // ranks)
+    return sizes, *before, *after, ends.new_empty(table.shape[0] // ranks)
 
 
 def _exchange_rows(x: Tensor, sizes: Tensor, like: Tensor, group: str, back: bool) -> Tensor:

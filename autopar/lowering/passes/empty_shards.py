@@ -26,7 +26,7 @@ from torch.fx import Node
 from autopar.rules.call import flat_results
 from autopar.rules.shard_call.local_call import call_by_name, nothing
 
-__all__ = ["EmptyShardOp", "Result", "nodes_of", "reached"]
+__all__ = ["EmptyShardOp", "Result", "has_node", "nodes_of", "reached"]
 
 
 # Shape and dtype of a result, and the operands that its gradient reaches.
@@ -58,6 +58,13 @@ def nodes_of(arguments: Mapping[str, Any]) -> tuple[Node, ...]:
     """Return the nodes among an op's arguments, with lists flattened."""
     listed = [each for value in arguments.values() for each in (value if isinstance(value, list | tuple) else [value])]
     return tuple(value for value in listed if isinstance(value, Node))
+
+
+def has_node(value: Any) -> bool:
+    """Return whether an argument is a node, or a list with one at any depth."""
+    if isinstance(value, list | tuple):
+        return any(map(has_node, value))
+    return isinstance(value, Node)
 
 
 def reached(

@@ -24,18 +24,14 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.precision import Precision
 from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.process_groups import Groups
+from autopar.lowering.modules.routed_ops import FLOAT8, CombineRows, DispatchRows, GroupedRows, SortRows
 from autopar.lowering.modules.routed_rows import (
-    FLOAT8,
-    CombineRows,
-    DispatchRows,
     Exchanged,
     ExchangePlaces,
-    GroupedRows,
     PlacedExchange,
     PlaceMaps,
     RoutedReshardModule,
     RowExchange,
-    SortRows,
     rows_of,
 )
 from autopar.mesh import SubMesh
@@ -55,8 +51,8 @@ _Ints = NDArray[np.int64]
 class _Order:
     """Rows of a rank in one sharding."""
 
-    # Rows of each group; places of rows, or their order after an exchange; the inverse, of rows in their places.
-    counts: Node
+    # Ends of the groups; places of rows, or their order after an exchange; the inverse, of rows in their places.
+    ends: Node
     index: Node
     inverse: Node | None = None
     # Place of each row among those of the rank; None where an exchange did without.
@@ -79,7 +75,7 @@ class RoutedRows:
     keys: dict[str, str] = field(default_factory=dict)
     orders: dict[tuple[str, _Splits], _Order] = field(default_factory=dict)
     exchanges: dict[tuple[str, _Splits, _Splits], list[Node]] = field(default_factory=dict)
-    # Name of the first product of rows, by their counts.
+    # Name of the first product of rows, by the ends of their groups.
     first_products: dict[Node, str] = field(default_factory=dict)
 
     # -- ops
@@ -97,8 +93,8 @@ class RoutedRows:
         self._follow(node)
         if node.op == str(GROUPED_ROWS) and self.graph.tensors[node.operands[0] or ""].routed:
             order = self._order_of(node.operands[0], assignment.operands[0])
-            given = arguments["rows"], arguments["matrices"], arguments["bias"], order.counts
-            first = self.first_products.setdefault(order.counts, node.name) == node.name
+            given = arguments["rows"], arguments["matrices"], arguments["bias"], order.ends
+            first = self.first_products.setdefault(order.ends, node.name) == node.name
             product = FLOAT8 if in_float8(node, self.graph.tensors, self.precision) else arguments["product"]
             module = GroupedRows(product, node.name if first else None)
             return self.module(f"{node.name}_rows", module, given)
@@ -125,8 +121,8 @@ class RoutedRows:
             assert len(groups) == groups[-1] - groups[0] + 1, f"{name}: the groups of a rank follow each other"
             every = len(groups) == prod(size for i, size in enumerate(atoms.sizes) if atoms.role(i) == GROUP)
             made = self.module(f"{key}_order", SortRows(int(groups[0]), len(groups), every), (keys,))
-            order, inverse, counts = self._items(made, 3)
-            known = self.orders[place] = _Order(counts, order, inverse, order)
+            order, inverse, ends = self._items(made, 3)
+            known = self.orders[place] = _Order(ends, order, inverse, order)
         return known
 
     def _order_of(self, name: str | None, sharding: Sharding | None) -> _Order:
@@ -183,12 +179,12 @@ class RoutedRows:
         if sources is not None:
             module = RowExchange(_table(maps, len(group.members)), sources, group.name)
             made = self._items(
-                self.module(f"{key}_exchange", module, (order.counts, order.index)), len(Exchanged._fields)
+                self.module(f"{key}_exchange", module, (order.ends, order.index)), len(Exchanged._fields)
             )
             found = _Order(made[5], made[3], came=(before, step))
         else:
             placed = PlacedExchange(maps, len(group.members), group.name)
-            given = order.counts, self._places(key, atoms, before)
+            given = order.ends, self._places(key, atoms, before)
             made = self._items(self.module(f"{key}_exchange", placed, given), len(Exchanged._fields) + 1)
             found = _Order(made[5], made[3], places=made.pop())
         self.exchanges[key, before, after] = made

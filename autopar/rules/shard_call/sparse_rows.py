@@ -1,8 +1,8 @@
 """Run routed rows sparsely: of the dim `(g s)` a tensor stores the rows of their own group, and no zeros.
 
 Stored rows stand by group, and within a group by their place among all rows of the rank. So the order follows from the
-keys and the sharding alone, and tensors of one routing agree. The order and the number of rows of each group are made
-once for a routing; dispatch, products and combination read them.
+keys and the sharding alone, and tensors of one routing agree. The order and the ends of the groups are made once for a
+routing; dispatch, products and combination read them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from autopar.rules.ops.routed import COMBINE, DISPATCH, GROUPED_ROWS
 
 __all__ = [
     "combine_rows",
+    "counts_of",
     "dispatch_rows",
     "ends_of",
     "grouped_rows",
@@ -41,29 +42,39 @@ def inverse_of(order: Tensor) -> Tensor:
 
 
 def _sort_rows(key: Tensor, first: int, groups: int, every: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the places of the rows by group, the inverse, and the number of rows of each group.
+    """Return the places of the rows by group, the inverse, and the ends of the groups.
 
     With `every`, all keys are of these groups. Else the others are left out, and there is no inverse.
     """
     if every:
         ordered, order = key.sort(stable=True)
-        return order, inverse_of(order), _counts(ordered, first, groups)
+        return order, inverse_of(order), _ends(ordered, first, groups)
     own = ((key >= first) & (key < first + groups)).nonzero().squeeze(1)
     ordered, places = key.index_select(0, own).sort(stable=True)
-    return own.index_select(0, places), own.new_empty(0), _counts(ordered, first, groups)
+    return own.index_select(0, places), own.new_empty(0), _ends(ordered, first, groups)
 
 
-def _counts(ordered: Tensor, first: int, groups: int) -> Tensor:
-    """Return the number of rows of each group, without a read by the host."""
-    each = torch.arange(first - 1, first + groups, device=ordered.device, dtype=ordered.dtype)
-    return torch.searchsorted(ordered, each, right=True).diff()
+def _ends(ordered: Tensor, first: int, groups: int) -> Tensor:
+    """Return the end of the rows of each group, as kernels want them, without a read by the host."""
+    each = torch.arange(first, first + groups, device=ordered.device, dtype=ordered.dtype)
+    return torch.searchsorted(ordered, each, right=True, out_int32=True)
+
+
+def ends_of(counts: Tensor) -> Tensor:
+    """Return the ends of groups of so many rows."""
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def counts_of(ends: Tensor) -> Tensor:
+    """Return the number of rows of each group."""
+    return ends.diff(prepend=ends.new_zeros(1)).long()
 
 
 def _sorted_like(key: Tensor, first: int, groups: int, every: bool) -> tuple[Tensor, Tensor, Tensor]:
     count = key.shape[0] if every else torch.library.get_ctx().new_dynamic_size()
     order = key.new_empty(count, dtype=torch.int64)
     inverse = key.new_empty(count if every else 0, dtype=torch.int64)
-    return order, inverse, key.new_empty(groups, dtype=torch.int64)
+    return order, inverse, key.new_empty(groups, dtype=torch.int32)
 
 
 _LIBRARY.define("sort_rows(Tensor key, int first, int groups, bool every) -> (Tensor, Tensor, Tensor)")
@@ -72,7 +83,9 @@ torch.library.register_fake("autopar::sort_rows", _sorted_like, lib=_LIBRARY)
 
 
 def sort_rows(key: Tensor, first: int, groups: int, every: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return order, inverse and counts of the rows of some groups, as one op."""
+    """Return order, inverse and ends of the rows of some groups, as one op where a compiler traces it."""
+    if _is_plain(key):
+        return _sort_rows(key, first, groups, every)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.autopar.sort_rows.default(key, first, groups, every)
     return found
 
@@ -81,15 +94,18 @@ class _TakeRows(torch.autograd.Function):
     """Rows in another order, or some of them; the gradient puts them back without sums, so it is deterministic."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, repeats: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
-        ctx.rows = x.shape[0]
-        return x.index_select(0, order)
+        ctx.rows, ctx.repeats = x.shape[0], repeats
+        return _taken(x, order, repeats)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         order, inverse = ctx.saved_tensors
-        return combine_rows(gradient, order, inverse, ctx.rows), None, None
+        found = combine_rows(gradient, order, inverse, ctx.rows * ctx.repeats)
+        if ctx.repeats > 1:
+            found = found.view(ctx.rows, ctx.repeats, *found.shape[1:]).sum(1)
+        return found, None, None, None
 
 
 class _PutRows(torch.autograd.Function):
@@ -98,9 +114,7 @@ class _PutRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, rows: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
-        if inverse.shape[0] == rows:
-            return x.index_select(0, inverse)
-        return x.new_zeros(rows, *x.shape[1:]).index_copy(0, order, x)
+        return _put(x, order, inverse, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -108,14 +122,28 @@ class _PutRows(torch.autograd.Function):
         return dispatch_rows(gradient, order, inverse), None, None, None
 
 
-def dispatch_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return the rows of `dispatch` that are stored."""
-    found: Tensor = _TakeRows.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+def _taken(x: Tensor, order: Tensor, repeats: int) -> Tensor:
+    return x.index_select(0, order if repeats == 1 else order // repeats)
+
+
+def _put(x: Tensor, order: Tensor, inverse: Tensor, rows: int) -> Tensor:
+    if inverse.shape[0] == rows:
+        return x.index_select(0, inverse)
+    return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, order, x)
+
+
+def dispatch_rows(rows: Tensor, order: Tensor, inverse: Tensor, repeats: int = 1) -> Tensor:
+    """Return the rows of `dispatch` that are stored; each of `rows` stands for so many in a row."""
+    if not torch.is_grad_enabled():  # as in a backward: a node of autograd takes as long as a small kernel
+        return _taken(rows, order, repeats)
+    found: Tensor = _TakeRows.apply(rows, order, inverse, repeats)  # type: ignore[no-untyped-call]
     return found
 
 
 def combine_rows(rows: Tensor, order: Tensor, inverse: Tensor, count: int) -> Tensor:
     """Return stored rows in the places that they came from; `count` is the number of all rows."""
+    if not torch.is_grad_enabled():
+        return _put(rows, order, inverse, count)
     found: Tensor = _PutRows.apply(rows, order, inverse, count)  # type: ignore[no-untyped-call]
     return found
 
@@ -123,110 +151,161 @@ def combine_rows(rows: Tensor, order: Tensor, inverse: Tensor, count: int) -> Te
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def _is_fused(rows: Tensor, product: str) -> bool:
-    # The kernel wants lines of 16 bytes; on a CPU it is a loop as well, and refuses float64 and tensors without rows.
-    return rows.is_cuda and product == "aten._grouped_mm.default" and rows.dtype is torch.bfloat16
+# Bytes that divide every stride and address of the kernel's operands.
+_ALIGNMENT = 16
+# On a CPU the kernel is the loop below in C++, with the same numbers.
+_CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def ends_of(counts: Tensor) -> Tensor:
-    """Return the ends of the groups, as kernels want them."""
-    return counts.cumsum(0).to(torch.int32)
+def _has_kernel(left: Tensor, right: Tensor, product: str) -> bool:
+    if left.is_cuda:
+        taken = product == "aten._grouped_mm.default" and left.dtype is torch.bfloat16
+    else:
+        taken = left.is_cpu and left.dtype in _CPU_DTYPES
+    return taken and left.dtype is right.dtype and _is_aligned(left) and _is_aligned(right)
 
 
-def multiply_groups(rows: Tensor, matrices: Tensor, counts: Tensor, product: str) -> Tensor:
-    """Multiply the rows of each group by its matrix; `counts` are the rows of each group."""
-    if _is_fused(rows, product) and rows.shape[0]:
-        return torch._grouped_mm(rows, matrices, ends_of(counts))
+def _is_aligned(x: Tensor) -> bool:
+    """Return whether the lines of matrices begin at multiples of 16 bytes."""
+    if not x.numel() or x.data_ptr() % _ALIGNMENT:
+        return False
+    *outer, first, second = x.stride()
+    line, size = (first, x.shape[-1]) if second == 1 else (second, x.shape[-2])
+    dense = 1 in (first, second) and line >= size
+    return dense and not any(stride * x.element_size() % _ALIGNMENT for stride in (*outer, line))
+
+
+def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor, product: str) -> Tensor:
+    """Multiply the rows of each group by its matrix; `ends` are those of the groups."""
+    if _has_kernel(rows, matrices, product):
+        return torch._grouped_mm(rows, matrices, ends)
     found = rows.new_empty(rows.shape[0], matrices.shape[2])
     start = 0
-    for group, count in enumerate(counts.tolist()):
-        if count:
-            torch.mm(rows[start : start + count], matrices[group], out=found[start : start + count])
-        start += count
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(rows[start:end], matrices[group], out=found[start:end])
+        start = end
     assert start == rows.shape[0], f"groups of {start} rows in all, expected {rows.shape[0]}"
     return found
 
 
-def sum_groups(rows: Tensor, gradients: Tensor, counts: Tensor, product: str) -> Tensor:
+def sum_groups(rows: Tensor, gradients: Tensor, ends: Tensor, product: str) -> Tensor:
     """Return the gradient of each group's matrix, zero for a group without rows."""
-    if _is_fused(rows, product) and rows.shape[0]:
-        return torch._grouped_mm(rows.t(), gradients, ends_of(counts))
-    found = rows.new_empty(counts.shape[0], rows.shape[1], gradients.shape[1])
+    if _has_kernel(rows, gradients, product):
+        return torch._grouped_mm(rows.t(), gradients, ends)
+    found = rows.new_empty(ends.shape[0], rows.shape[1], gradients.shape[1])
     start = 0
-    for group, count in enumerate(counts.tolist()):
-        torch.mm(rows[start : start + count].t(), gradients[start : start + count], out=found[group])
-        start += count
+    for group, end in enumerate(ends.tolist()):
+        torch.mm(rows[start:end].t(), gradients[start:end], out=found[group])
+        start = end
     return found
 
 
 # Opaque: loops over counts would break the graph of `torch.compile`.
-_LIBRARY.define("multiply_groups(Tensor rows, Tensor matrices, Tensor counts, str product) -> Tensor")
-_LIBRARY.define("sum_groups(Tensor rows, Tensor gradients, Tensor counts, str product) -> Tensor")
+_LIBRARY.define("multiply_groups(Tensor rows, Tensor matrices, Tensor ends, str product) -> Tensor")
+_LIBRARY.define("sum_groups(Tensor rows, Tensor gradients, Tensor ends, str product) -> Tensor")
 _LIBRARY.impl("multiply_groups", multiply_groups, "CompositeExplicitAutograd")
 _LIBRARY.impl("sum_groups", sum_groups, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "autopar::multiply_groups",
-    lambda rows, matrices, counts, product: rows.new_empty(rows.shape[0], matrices.shape[2]),
+    lambda rows, matrices, ends, product: rows.new_empty(rows.shape[0], matrices.shape[2]),
     lib=_LIBRARY,
 )
 torch.library.register_fake(
     "autopar::sum_groups",
-    lambda rows, gradients, counts, product: rows.new_empty(counts.shape[0], rows.shape[1], gradients.shape[1]),
+    lambda rows, gradients, ends, product: rows.new_empty(ends.shape[0], rows.shape[1], gradients.shape[1]),
     lib=_LIBRARY,
 )
 
 
 class _MultiplyGroups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, matrices: Tensor, counts: Tensor, product: str) -> Tensor:
-        ctx.save_for_backward(rows, matrices, counts)
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor, product: str) -> Tensor:
+        ctx.save_for_backward(rows, matrices, ends)
         ctx.product = product
-        found: Tensor = torch.ops.autopar.multiply_groups.default(rows, matrices, counts, product)
-        return found
+        return _products(rows, matrices, ends, product)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        rows, matrices, counts = ctx.saved_tensors
+        rows, matrices, ends = ctx.saved_tensors
         of_rows = of_matrices = None
         if ctx.needs_input_grad[0]:
-            of_rows = _multiplied(gradient, matrices.transpose(1, 2), counts, ctx.product)
+            of_rows = _multiplied(gradient, matrices.transpose(1, 2), ends, ctx.product)
         if ctx.needs_input_grad[1]:
             # In the order of memory of the matrices: a weight that is used transposed would copy its gradient.
             turned = matrices.stride(1) < matrices.stride(2)
-            pair = (gradient, rows) if turned else (rows, gradient)
-            found: Tensor = _SumGroups.apply(*pair, counts, ctx.product)  # type: ignore[no-untyped-call]
+            left, right = (gradient, rows) if turned else (rows, gradient)
+            found = _summed(left, right, ends, ctx.product)
             of_matrices = found.transpose(1, 2) if turned else found
         return of_rows, of_matrices, None, None
 
 
 class _SumGroups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gradients: Tensor, counts: Tensor, product: str) -> Tensor:
-        ctx.save_for_backward(rows, gradients, counts)
+    def forward(ctx: Any, rows: Tensor, gradients: Tensor, ends: Tensor, product: str) -> Tensor:
+        ctx.save_for_backward(rows, gradients, ends)
         ctx.product = product
-        found: Tensor = torch.ops.autopar.sum_groups.default(rows, gradients, counts, product)
-        return found
+        return _sums(rows, gradients, ends, product)
 
     @staticmethod
     def backward(ctx: Any, second: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, gradients, counts = ctx.saved_tensors
-        of_rows = _multiplied(gradients, second.transpose(1, 2), counts, ctx.product)
-        return of_rows, _multiplied(rows, second, counts, ctx.product), None, None
+        rows, gradients, ends = ctx.saved_tensors
+        of_rows = _multiplied(gradients, second.transpose(1, 2), ends, ctx.product)
+        return of_rows, _multiplied(rows, second, ends, ctx.product), None, None
 
 
-def _multiplied(rows: Tensor, matrices: Tensor, counts: Tensor, product: str) -> Tensor:
-    found: Tensor = _MultiplyGroups.apply(rows, matrices, counts, product)  # type: ignore[no-untyped-call]
+def _products(rows: Tensor, matrices: Tensor, ends: Tensor, product: str) -> Tensor:
+    found: Tensor = torch.ops.autopar.multiply_groups.default(rows, matrices, ends, product)
     return found
 
 
-def grouped_rows(rows: Tensor, matrices: Tensor, bias: Tensor | None, counts: Tensor, product: str) -> Tensor:
+def _sums(rows: Tensor, gradients: Tensor, ends: Tensor, product: str) -> Tensor:
+    found: Tensor = torch.ops.autopar.sum_groups.default(rows, gradients, ends, product)
+    return found
+
+
+def _multiplied(rows: Tensor, matrices: Tensor, ends: Tensor, product: str) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _products(rows, matrices, ends, product)
+    found: Tensor = _MultiplyGroups.apply(rows, matrices, ends, product)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _summed(rows: Tensor, gradients: Tensor, ends: Tensor, product: str) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _sums(rows, gradients, ends, product)
+    found: Tensor = _SumGroups.apply(rows, gradients, ends, product)  # type: ignore[no-untyped-call]
+    return found
+
+
+def grouped_rows(rows: Tensor, matrices: Tensor, bias: Tensor | None, ends: Tensor, product: str) -> Tensor:
     """Return the stored rows of `grouped`."""
-    return with_bias(_multiplied(rows, matrices, counts, product), bias, counts)
+    if _is_plain(rows) and _has_kernel(rows, matrices, product) and _are_aligned(matrices.shape[2], rows):
+        # With autograd's own node: one in Python takes as long as a small kernel.
+        found = torch._grouped_mm(rows, matrices, ends)
+        if found.requires_grad:
+            found.register_hook(_dense)  # type: ignore[no-untyped-call]
+    else:
+        found = _multiplied(rows, matrices, ends, product)
+    return with_bias(found, bias, ends)
 
 
-def with_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+def _is_plain(x: Tensor) -> bool:
+    return type(x) is Tensor and not torch.compiler.is_compiling()
+
+
+def _are_aligned(size: int, x: Tensor) -> bool:
+    """Return whether lines of so many elements are aligned, as those of the gradient must be."""
+    return size * x.element_size() % _ALIGNMENT == 0
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if _is_aligned(gradient) else gradient.clone(memory_format=torch.contiguous_format)
+
+
+def with_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     """Add the bias of its group to each row."""
-    return rows if bias is None else rows + bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
+    return rows if bias is None else rows + bias.repeat_interleave(counts_of(ends), dim=0, output_size=rows.shape[0])
 
 
 # -- on one process ----------------------------------------------------------------------------------------------------
