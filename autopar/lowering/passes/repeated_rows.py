@@ -41,7 +41,7 @@ def dispatch_repeated_rows(graph: Graph, modules: Mapping[str, nn.Module]) -> No
 
 
 @dataclass(frozen=True)
-class _Repeated:
+class _RepeatedRows:
     """A tensor of rows, how often each stands in another one, and the nodes that make that one, last first."""
 
     source: Node
@@ -49,11 +49,11 @@ class _Repeated:
     nodes: tuple[Node, ...]
 
 
-def _repeats(wide: Any, reader: Node) -> _Repeated | None:
+def _repeats(wide: Any, reader: Node) -> _RepeatedRows | None:
     """Return the repeats of rows that nothing else reads; else None."""
     if _is_step(wide, aten.repeat_interleave.self_int, reader):
         given = arguments_by_name(wide.target, wide.args, wide.kwargs)
-        return _Repeated(given["self"], given["repeats"], (wide,)) if given["dim"] == 0 else None
+        return _RepeatedRows(given["self"], given["repeats"], (wide,)) if given["dim"] == 0 else None
     nodes: list[Node] = []
     for target in (aten.reshape.default, aten.clone.default, aten.expand.default, aten.unsqueeze.default):
         if _is_step(wide, target, reader):
@@ -64,7 +64,7 @@ def _repeats(wide: Any, reader: Node) -> _Repeated | None:
     wider, rows = nodes[-2].meta["local_shape"], nodes[0].meta["local_shape"]
     if nodes[-1].args[1] != 1 or len(wider) != 3 or rows != (wider[0] * wider[1], wider[2]):
         return None
-    return _Repeated(wide, wider[1], tuple(nodes))
+    return _RepeatedRows(wide, wider[1], tuple(nodes))
 
 
 def _is_step(node: Any, target: Any, reader: Node) -> bool:
