@@ -30,7 +30,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.reshard.reshard import Step
 from autopar.sharding.reshard_insertion import ReshardPlan
 
-__all__ = ["EMITTED_INVARIANTS", "verify_emitted"]
+__all__ = ["EMITTED_INVARIANTS", "order_of_messages", "verify_emitted"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,20 @@ def _calls(module: GraphModule) -> Iterator[_ModuleCall]:
             called = module.get_submodule(str(node.target))
             if not bodies or isinstance(called, MicroBatchLoop | PipelineLoop):  # loops have buckets of their own
                 yield _ModuleCall(node, called)
+
+
+def order_of_messages(module: GraphModule) -> str:
+    """Return the reshards and messages of a generated graph in the order in which they run, a line each.
+
+    Ranks that run the same ops must send in one order, also where messages are of one kind and size.
+    """
+    lines = []
+    for call in _calls(module):
+        back = [step for one in call.reshards for step in one.reshard.backward if not step.local]
+        kinds = [f"{step.kind.value} {step.axes}" for step in (*call.sent, *back)]
+        if kinds:
+            lines.append(f"{call.node.target}: {', '.join(kinds)}")
+    return "\n".join(lines)
 
 
 def verify_emitted(

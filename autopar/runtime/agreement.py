@@ -39,6 +39,10 @@ SAME_CALL = (
     "call the module on every rank in the same way, with tensors of the same shapes; all ranks train or evaluate "
     "together, also where one of them alone prints the result"
 )
+SAME_ORDER = (
+    "this is a fault of autopar, and nothing was sent: ranks that send in other orders read wrong numbers; report it "
+    "with the layout, and leave out `recompute` or `micro` until it is mended"
+)
 NO_RESULT = "a call on this rank has no result: another rank began a call and did not finish it"
 LOCAL = (
     "a plain tensor is the whole input: give every rank the same batch, all of it; if each rank loads a part of the "

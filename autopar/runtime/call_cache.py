@@ -23,6 +23,7 @@ from autopar.lowering.emit import emit
 from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import GradientSync
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
+from autopar.lowering.verify import order_of_messages
 from autopar.mesh import SubMesh
 from autopar.runtime import agreement as fixes
 from autopar.runtime.agreement import Agreement, PendingCheck, graph_facts
@@ -376,6 +377,8 @@ class CallCache:
         # Ranks with an empty shard may have other ends. Without ends all ranks send the same.
         if not agreement.all_same(emitted.ends.outline):
             emitted = agreement.together(lambda: self._emit(planner, graph, assignment, local, with_ends=False))
+        if assignment.pipelining is None:  # stages send in different orders
+            agreement.same({"order of collectives": order_of_messages(emitted.graph_module)}, fixes.SAME_ORDER)
         if not self.weights.shells:
             self.weights.build(held, self.first_rank)
         made = given, graph, assignment, emitted, held, self.shell, self.rank, self.results

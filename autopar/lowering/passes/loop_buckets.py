@@ -95,7 +95,8 @@ def _divide_from_loops(graph: Graph, modules: dict[str, nn.Module]) -> None:
             sending.add(node)
         if not isinstance(module, MicroBatchLoop | PipelineLoop):
             continue
-        for source in sending.intersection(node.all_input_nodes):
+        # In the order of the inputs, which is that of all ranks.
+        for source in [one for one in node.all_input_nodes if one in sending]:
             modules.setdefault(DIVIDED, DividedFromLoop())
             with graph.inserting_before(node):
                 own = graph.call_module(DIVIDED, (source,))
