@@ -7,8 +7,8 @@ the ops in the order of the graph and ranks the choices of each op by three crit
 2. the bytes sent, forward and backward, by reshards of operands and results and by the op itself;
 3. the order of the factors in the rule.
 
-Sums are reduced where they arise and broadcasts begin where they are used, unless a pin says otherwise. Of the picks
-for `?{tp, dp*tp}` and `tp?`, propagation takes those with which the whole graph sends least.
+Sums are reduced where they arise and broadcasts begin where they are used, unless a pin says otherwise; then they move
+to smaller tensors (`move_sums`). For `?{tp, dp*tp}` and `tp?` it picks that with which the whole graph sends least.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from autopar.sharding.layout.resolve import UNPINNED, SplitRequest
 from autopar.sharding.layout.syntax import Axes, OpPin, Pin
 from autopar.sharding.lift_broadcasts import lift_broadcasts
 from autopar.sharding.lowered_ops import lowered_context
+from autopar.sharding.move_sums import move_sums
 from autopar.sharding.op_pins import allows, infeasible_pin, pinned_passings, pinned_sites, uneven_sites
 from autopar.sharding.pipelining import (
     check_pipeline,
@@ -82,7 +83,7 @@ def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: Propagati
     if key is not None and key in cache.assignments:
         return cache.assignments[key]
     found = _HoleFiller(bound, options, cache).run() if options else _Propagation(bound, cache).run()
-    found = replace(lift_broadcasts(graph, found, bound.pinned_ops()), halves=halves)
+    found = replace(move_sums(bound, found, bound.pinned_ops()), halves=halves)
     found = with_stages(graph, layout, ranks, found)
     if verifying():
         verify_assignment(graph, found)
@@ -110,7 +111,7 @@ def propagate_partly(
     propagation = _Propagation(bound, cache or PropagationCache())
     found = propagation.run(decided)
     undecided = frozenset(propagation.undecided)
-    return lift_broadcasts(graph, found, bound.pinned_ops() | undecided), undecided
+    return move_sums(bound, found, bound.pinned_ops() | undecided), undecided
 
 
 def reassign_ops(

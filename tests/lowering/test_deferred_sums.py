@@ -66,11 +66,13 @@ def sent_bytes(graph: NamedGraph, layout: str, axes: Mapping[str, int]) -> int:
 # -- pins -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_sum_is_made_where_it_arises_unless_it_is_pinned(branches: tuple[NamedGraph, Tensor]) -> None:
+def test_sums_that_are_added_are_made_once_also_where_they_are_pinned(branches: tuple[NamedGraph, Tensor]) -> None:
     graph, x = branches
     once = "@left/linear[* -> none] + partial(tp); @right/linear[* -> none] + partial(tp)"
     free = sent(graph, MLP, TP)
-    assert free["forward all_reduce left/linear"] == free["forward all_reduce right/linear"] == 1
+    assert [what for what in free if what.startswith("forward")] == ["forward all_reduce /add"]
+    apart = sent(graph, f"{MLP}; op @/add[none -> tp]", TP)
+    assert apart["forward all_reduce left/linear"] == apart["forward all_reduce right/linear"] == 1
     pinned = sent(graph, f"{MLP}; {once}", TP)
     assert [what for what in pinned if what.startswith("forward")] == ["forward all_reduce /add"]
     assert difference(graph, f"{MLP}; {once}", TP, [x]) < 1e-12

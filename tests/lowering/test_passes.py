@@ -176,7 +176,7 @@ def test_op_golden(name: str, model: Callable[[], NamedGraph], layout: str, axes
 
 def test_every_pass_has_one() -> None:
     passes = {path.stem for path in Path(emitting.__file__).parent.joinpath("passes").glob("*.py")}
-    # What `routed_rows` emits is long; tests/lowering/test_routed_rows.py runs it, count by count.
+    # What `routed_rows` and `repeated_rows` make is long; tests/lowering/test_routed_rows.py runs it, count by count.
     # `compile_layers` runs after emission, where asked; tests/runtime/test_compiled_layers.py runs its graphs.
-    elsewhere = {"__init__", "aliases", "routed_rows", "compile_layers"}
+    elsewhere = {"__init__", "aliases", "routed_rows", "repeated_rows", "compile_layers"}
     assert passes - elsewhere == {*PASSES, "random_ops", "empty_shards"}
