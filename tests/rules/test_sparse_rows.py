@@ -101,6 +101,17 @@ def test_operands_that_the_kernel_refuses(
         start += count
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("width", "hidden"), [(16, 24), (16, 10), (6, 16)])
+def test_a_compiler_expects_the_layout_of_the_results(width: int, hidden: int, transposed: bool) -> None:
+    rows, matrices = operands(width, hidden, torch.float32, transposed)
+    ends = ends_of(COUNTS)
+    ops, check = torch.ops.autopar, torch.library.opcheck
+    check(ops.multiply_groups.default, (rows, matrices, ends, KERNEL), test_utils="test_faketensor")
+    gradients = torch.randn(hidden, len(rows)).t() if transposed else torch.randn(len(rows), hidden)
+    check(ops.sum_groups.default, (rows, gradients, ends, KERNEL), test_utils="test_faketensor")
+
+
 def test_second_derivatives() -> None:
     rows, matrices = operands(8, 4, torch.float64, False)
     ends = ends_of(COUNTS)

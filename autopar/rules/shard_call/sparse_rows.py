@@ -162,7 +162,11 @@ def _has_kernel(left: Tensor, right: Tensor, product: str) -> bool:
         taken = product == "aten._grouped_mm.default" and left.dtype is torch.bfloat16
     else:
         taken = left.is_cpu and left.dtype in _CPU_DTYPES
-    return taken and left.dtype is right.dtype and _is_aligned(left) and _is_aligned(right)
+    if not taken or left.dtype is not right.dtype:
+        return False
+    # Results with other lines than these would have gaps between them.
+    has_aligned_results = right.shape[-1] * right.element_size() % _ALIGNMENT == 0
+    return has_aligned_results and _is_aligned(left) and _is_aligned(right)
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -280,7 +284,7 @@ def _summed(rows: Tensor, gradients: Tensor, ends: Tensor, product: str) -> Tens
 
 def grouped_rows(rows: Tensor, matrices: Tensor, bias: Tensor | None, ends: Tensor, product: str) -> Tensor:
     """Return the stored rows of `grouped`."""
-    if _is_plain(rows) and _has_kernel(rows, matrices, product) and _are_aligned(matrices.shape[2], rows):
+    if _is_plain(rows) and _has_kernel(rows, matrices, product):
         # With autograd's own node: one in Python takes as long as a small kernel.
         found = torch._grouped_mm(rows, matrices, ends)
         if found.requires_grad:
@@ -292,11 +296,6 @@ def grouped_rows(rows: Tensor, matrices: Tensor, bias: Tensor | None, ends: Tens
 
 def _is_plain(x: Tensor) -> bool:
     return type(x) is Tensor and not torch.compiler.is_compiling()
-
-
-def _are_aligned(size: int, x: Tensor) -> bool:
-    """Return whether lines of so many elements are aligned, as those of the gradient must be."""
-    return size * x.element_size() % _ALIGNMENT == 0
 
 
 def _dense(gradient: Tensor) -> Tensor:
