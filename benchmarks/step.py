@@ -121,12 +121,15 @@ def moe(name: str, size: str) -> tuple[torch.nn.Module, dict[str, Tensor]]:
     """Build a Mixtral of two layers with the given experts, each twice as wide as the stream."""
     sizes, (experts, each) = SIZES[size], MOE[name]
     width = sizes["d_model"]
-    config = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config |= {"head_dim": width // 4, "intermediate_size": 2 * width}
-    config |= {"num_local_experts": experts, "num_experts_per_tok": each, "vocab_size": sizes["vocab"]}
+    config = mixtral_config(width, 2 * width, experts, each) | {"num_hidden_layers": 2, "vocab_size": sizes["vocab"]}
     model, inputs = hf("mixtral", 2 * sizes["batch"], sizes["seq"], train=True, dropout=0.0, **config)
     ids = inputs["input_ids"]
     return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def mixtral_config(width: int, hidden: int, experts: int, each: int) -> dict[str, Any]:
+    config = {"hidden_size": width, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": width // 4}
+    return config | {"intermediate_size": hidden, "num_local_experts": experts, "num_experts_per_tok": each}
 
 
 class ExpertBlock(nn.Module):
@@ -134,9 +137,7 @@ class ExpertBlock(nn.Module):
 
     def __init__(self, width: int, hidden: int, experts: int, each: int) -> None:
         super().__init__()
-        config: dict[str, Any] = {"hidden_size": width, "num_attention_heads": 4, "num_key_value_heads": 2}
-        config |= {"head_dim": width // 4, "intermediate_size": hidden}
-        config |= {"num_local_experts": experts, "num_experts_per_tok": each}
+        config = mixtral_config(width, hidden, experts, each)
         model, _ = hf("mixtral", train=True, num_hidden_layers=1, vocab_size=8, **config)
         layers: Any = model.get_submodule("model.layers")
         self.block = layers[0].mlp

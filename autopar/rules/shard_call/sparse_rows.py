@@ -7,7 +7,7 @@ routing; dispatch, products and combination read them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,15 @@ def sort_rows(key: Tensor, first: int, groups: int, every: bool) -> tuple[Tensor
     return found
 
 
+def _applied(node: type[torch.autograd.Function], plain: Callable[..., Tensor], *given: Any) -> Tensor:
+    """Run an op as a node of autograd, or plainly without gradients, as in a backward.
+
+    A node takes as long as a small kernel.
+    """
+    found: Tensor = node.apply(*given) if torch.is_grad_enabled() else plain(*given)  # type: ignore[no-untyped-call]
+    return found
+
+
 class _TakeRows(torch.autograd.Function):
     """Rows in another order, or some of them; the gradient puts them back without sums, so it is deterministic."""
 
@@ -97,7 +106,7 @@ class _TakeRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, repeats: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.rows, ctx.repeats = x.shape[0], repeats
-        return _taken(x, order, repeats)
+        return _taken(x, order, inverse, repeats)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -122,7 +131,7 @@ class _PutRows(torch.autograd.Function):
         return dispatch_rows(gradient, order, inverse), None, None, None
 
 
-def _taken(x: Tensor, order: Tensor, repeats: int) -> Tensor:
+def _taken(x: Tensor, order: Tensor, inverse: Tensor, repeats: int) -> Tensor:
     return x.index_select(0, order if repeats == 1 else order // repeats)
 
 
@@ -134,18 +143,12 @@ def _put(x: Tensor, order: Tensor, inverse: Tensor, rows: int) -> Tensor:
 
 def dispatch_rows(rows: Tensor, order: Tensor, inverse: Tensor, repeats: int = 1) -> Tensor:
     """Return the rows of `dispatch` that are stored; each of `rows` stands for so many in a row."""
-    if not torch.is_grad_enabled():  # as in a backward: a node of autograd takes as long as a small kernel
-        return _taken(rows, order, repeats)
-    found: Tensor = _TakeRows.apply(rows, order, inverse, repeats)  # type: ignore[no-untyped-call]
-    return found
+    return _applied(_TakeRows, _taken, rows, order, inverse, repeats)
 
 
 def combine_rows(rows: Tensor, order: Tensor, inverse: Tensor, count: int) -> Tensor:
     """Return stored rows in the places that they came from; `count` is the number of all rows."""
-    if not torch.is_grad_enabled():
-        return _put(rows, order, inverse, count)
-    found: Tensor = _PutRows.apply(rows, order, inverse, count)  # type: ignore[no-untyped-call]
-    return found
+    return _applied(_PutRows, _put, rows, order, inverse, count)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -269,17 +272,11 @@ def _sums(rows: Tensor, gradients: Tensor, ends: Tensor, product: str) -> Tensor
 
 
 def _multiplied(rows: Tensor, matrices: Tensor, ends: Tensor, product: str) -> Tensor:
-    if not torch.is_grad_enabled():
-        return _products(rows, matrices, ends, product)
-    found: Tensor = _MultiplyGroups.apply(rows, matrices, ends, product)  # type: ignore[no-untyped-call]
-    return found
+    return _applied(_MultiplyGroups, _products, rows, matrices, ends, product)
 
 
 def _summed(rows: Tensor, gradients: Tensor, ends: Tensor, product: str) -> Tensor:
-    if not torch.is_grad_enabled():
-        return _sums(rows, gradients, ends, product)
-    found: Tensor = _SumGroups.apply(rows, gradients, ends, product)  # type: ignore[no-untyped-call]
-    return found
+    return _applied(_SumGroups, _sums, rows, gradients, ends, product)
 
 
 def grouped_rows(rows: Tensor, matrices: Tensor, bias: Tensor | None, ends: Tensor, product: str) -> Tensor:
