@@ -21,9 +21,10 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.bound_layout import BoundLayout
-from autopar.sharding.choices import BROADCAST, Passing, passings_of, shardings_of
-from autopar.sharding.lift_broadcasts import lift_broadcasts
-from autopar.sharding.sharding import GROUP, MICRO, Sharding, atoms_of
+from autopar.sharding.choices import BROADCAST, passings_of
+from autopar.sharding.edited_assignment import EditedAssignment, names_axis, only_result, with_broadcast
+from autopar.sharding.lift_broadcasts import lift_broadcasts_of
+from autopar.sharding.sharding import GROUP, MICRO, atoms_of
 
 __all__ = ["move_sums"]
 
@@ -34,7 +35,10 @@ MOST_ABOVE = 3
 def move_sums(bound: BoundLayout, found: Assignment, pinned: Collection[str]) -> Assignment:
     """Return the assignment with sums and broadcasts where they send least; the choice of `pinned` ops stays."""
     stated = {name for name, tensor in bound.graph.tensors.items() if bound.states(tensor).span is not None}
-    return lift_broadcasts(bound.graph, _Moves(bound.graph, found, pinned, stated).run(), pinned)
+    moves = _Moves(bound.graph, found, pinned, stated)
+    moves.run()
+    lift_broadcasts_of(moves)
+    return moves.assignment
 
 
 @dataclass(frozen=True)
@@ -50,36 +54,24 @@ class _MovedOver:
     joined: tuple[tuple[str, tuple[_MovedOver, ...]], ...] = ()
 
 
-class _Moves:
+class _Moves(EditedAssignment):
     def __init__(
         self, graph: NamedGraph, assignment: Assignment, pinned: Collection[str], stated: Collection[str]
     ) -> None:
-        self.graph = graph
-        self.assignment = assignment
-        self.axes = assignment.axes
-        self.pinned = pinned
+        super().__init__(graph, assignment, pinned)
         # Tensors that are pinned to be partial, broadcast, or neither.
         self.stated = stated
-        self.ops = dict(assignment.ops)
-        self.values = dict(assignment.values)
-        self.makers = {name: node for node in graph.nodes for name in node.outputs if name is not None}
-        self.users: dict[str, list[NamedNode]] = {}
-        for node in graph.nodes:
-            for name in dict.fromkeys(node.operands):
-                if name is not None:
-                    self.users.setdefault(name, []).append(node)
 
-    def run(self) -> Assignment:
+    def run(self) -> None:
         for axis, size in self.axes.items():
             if size == 1 or axis == MICRO:
                 continue
             for node in self.graph.nodes:
-                if _only(node) and self._is_reduced(_only(node), axis):
-                    self._move_down(_only(node), axis)
+                if only_result(node) and self._is_reduced(only_result(node), axis):
+                    self._move_down(only_result(node), axis)
             for node in reversed(self.graph.nodes):
-                if _only(node) and self._is_summed_back(_only(node), axis):
-                    self._move_up(_only(node), axis)
-        return replace(self.assignment, ops=self.ops, values=self.values)
+                if only_result(node) and self._is_summed_back(only_result(node), axis):
+                    self._move_up(only_result(node), axis)
 
     # -- sums of values, which move down
 
@@ -109,9 +101,9 @@ class _Moves:
         for step in steps:
             for other, above in step.joined:
                 self._run(other, above, axis)
-                self._keep(_only(above[-1].node) if above else other, axis)
+                self._keep(only_result(above[-1].node) if above else other, axis)
             self._keep(name, axis)
-            name = _only(step.node)
+            name = only_result(step.node)
             self.ops[step.node.name] = step.assignment
 
     def _keep(self, name: str, axis: str) -> None:
@@ -129,16 +121,16 @@ class _Moves:
             if step is None:
                 return
             yield step
-            name = _only(user)
+            name = only_result(user)
             if not self._is_free(name) or len(self.users.get(name, ())) != 1:
                 return
 
     def _over(self, user: NamedNode, name: str, axis: str, depth: int = MOST_ABOVE) -> _MovedOver | None:
         """Return the step over the only user of a value; None if the sum cannot move over it."""
         given = self.ops[user.name]
-        if not _only(user) or not self.graph.tensors[_only(user)].shape:
+        if not only_result(user) or not self.graph.tensors[only_result(user)].shape:
             return None
-        if user.name in self.pinned or _names(given, axis):
+        if user.name in self.pinned or names_axis(given, axis):
             return None
         value = self.values[name]
         places = [i for i, operand in enumerate(user.operands) if operand == name]
@@ -153,14 +145,14 @@ class _Moves:
             joined = tuple((one[0], one[1]) for one in above if one is not None)
             if len(joined) < len(others):
                 continue
-            made = self._passed(user, axis, group)
+            made = self.passed(user, axis, group)
             if made is None or made.produced[0] is None or axis not in made.produced[0].partial:
                 continue
             if made.results[0] is None or made.results[0].splits != made.produced[0].splits:
                 continue
             summed = {name, *others}
             begun = {each for each in user.operands if each is not None and each not in summed and self._learns(each)}
-            more = self._numel(_only(user)) + sum(map(self._numel, begun)) - sum(map(self._numel, summed))
+            more = self._numel(only_result(user)) + sum(map(self._numel, begun)) - sum(map(self._numel, summed))
             return _MovedOver(user, made, more + sum(step.more for _, steps in joined for step in steps), joined)
         return None
 
@@ -185,11 +177,7 @@ class _Moves:
         if not self._is_free(name) or not self._learns(name) or axis in self.values[name].axes:
             return False
         users = self.users.get(name, ())
-        return bool(users) and all(self._takes_broadcast(user, name, axis) for user in users)
-
-    def _takes_broadcast(self, user: NamedNode, name: str, axis: str) -> bool:
-        uses = (use for each, use in zip(user.operands, self.ops[user.name].operands, strict=True) if each == name)
-        return all(use is not None and axis in use.broadcast for use in uses)
+        return bool(users) and all(self.takes_broadcast(user, name, axis) for user in users)
 
     def _move_up(self, name: str, axis: str) -> None:
         best, steps, sent = 0, list[_MovedOver](), 0.0
@@ -200,18 +188,22 @@ class _Moves:
             if sent < 0 or (best == len(steps) - 1 > 0 and not sent and self._is_of_one_dtype(step.node)):
                 best, sent = len(steps), 0.0
         for step in steps[:best]:
-            (result,) = step.assignment.results
-            assert result is not None, step.node.name
-            kept = replace(result, broadcast=result.broadcast | {axis})
-            self.ops[step.node.name] = replace(step.assignment, results=(kept,))
-            self.values[_only(step.node)] = kept
+            self.ops[step.node.name] = made = with_broadcast(step.assignment, axis)
+            (kept,) = made.results
+            assert kept is not None, step.node.name
+            self.values[only_result(step.node)] = kept
 
     def _up(self, name: str, axis: str) -> Iterator[_MovedOver]:
         while True:
             maker = self.makers.get(name)
-            if maker is None or not _only(maker) or maker.name in self.pinned or _names(self.ops[maker.name], axis):
+            if (
+                maker is None
+                or not only_result(maker)
+                or maker.name in self.pinned
+                or names_axis(self.ops[maker.name], axis)
+            ):
                 return
-            made = self._passed(maker, axis, BROADCAST)
+            made = self.passed(maker, axis, BROADCAST)
             if made is None or made.produced[0] is None or made.results[0] is None:
                 return
             if made.produced[0].splits != made.results[0].splits:
@@ -229,14 +221,6 @@ class _Moves:
 
     # -- one op
 
-    def _passed(self, node: NamedNode, axis: str, group: Passing) -> OpAssignment | None:
-        """Return an op's assignment with an axis passed through it; None if that is not feasible."""
-        given, order = self.ops[node.name], list(self.axes)
-        passes = sorted((*given.choice.passes, (axis, group)), key=lambda one: order.index(one[0]))
-        choice = replace(given.choice, passes=tuple(passes))
-        found = shardings_of(self.graph, node, choice)
-        return None if found is None else OpAssignment(choice, found[0], found[1], given.results)
-
     def _is_of_one_dtype(self, node: NamedNode) -> bool:
         names = [name for name in (*node.operands, *node.outputs) if name is not None]
         return len({self.graph.tensors[name].dtype for name in names}) == 1
@@ -253,15 +237,3 @@ class _Moves:
         atoms = atoms_of(tensor)
         groups = prod(size for i, size in enumerate(atoms.sizes) if tensor.routed and atoms.role(i) == GROUP)
         return prod(self.values[name].largest_sizes(atoms, self.axes)) / max(groups, 1)
-
-
-def _names(given: OpAssignment, axis: str) -> bool:
-    """Return whether an axis splits or passes anything of an op."""
-    shardings: Sequence[Sharding | None] = (*given.operands, *given.produced, *given.results)
-    used = any(sharding is not None and axis in sharding.axes for sharding in shardings)
-    return used or any(axis == passed for passed, _ in given.choice.passes)
-
-
-def _only(node: NamedNode) -> str:
-    """Return the name of the only result of an op, or ''."""
-    return node.outputs[0] or "" if len(node.outputs) == 1 else ""
