@@ -247,3 +247,45 @@ def test_a_module_computes_in_the_precision_of_its_plan() -> None:
     plan = autopar.plan(model, "dp=2", batches[0], layout="ddp", precision="bf16", cluster="h100", cache=False)
     assert "#   precision       bf16\n" in plan.text
     assert launch(from_plan, plan.text, ranks=2) == [("torch.bfloat16", "torch.float32")] * 2
+
+
+class Image(nn.Module):
+    """Batch norms with and without weights, whose statistics are buffers in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+        self.norm = nn.BatchNorm2d(8, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.body(x)) - 1).square().mean()
+
+
+def image_steps(mesh: str, layout: str, precision: str) -> dict[str, Tensor]:
+    """Losses of a step in training and of one in evaluation, and the buffers behind them; in float64 without a mesh."""
+    torch.manual_seed(0)
+    model, x = Image(), torch.randn(8, 3, 10, 10)
+    step: Any = model
+    if mesh:
+        step = autopar.parallelize(model, mesh, {"x": x}, layout=layout, precision=precision, outputs="loss")
+    else:
+        model, x = model.double(), x.double()
+    loss = step(x=x)
+    loss.backward()
+    step.eval()
+    with torch.no_grad():
+        given = step(x=x)
+    return {"loss": loss.detach(), "given": given, **{name: one.clone() for name, one in step.named_buffers()}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [("* -> none", "bf16"), ("batch -> dp; * -> none", "bf16"), ("* -> none", "fp16"), ("fsdp(fsdp=dp)", "bf16")],
+)
+def test_batch_norms_in_half_precision_have_statistics_in_float32(layout: str, precision: str) -> None:
+    expected = image_steps("", "", "")
+    for found in launch(image_steps, "dp=2", layout, precision, ranks=2):
+        assert found.keys() == expected.keys()
+        for name, one in expected.items():
+            assert found[name].dtype != torch.bfloat16 or name in ("loss", "given"), name
+            torch.testing.assert_close(found[name].to(one.dtype), one, rtol=0.02, atol=0.01, msg=name)

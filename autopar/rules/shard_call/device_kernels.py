@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from operator import getitem
 from typing import Any
 
@@ -11,13 +12,15 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from autopar.rules.call import arguments_by_name
-from autopar.rules.shard_call.attention import SDPA, attention_on_gpu, attention_with_all_heads
+from autopar.rules.shard_call.attention import SDPA, attention_on_gpu, attention_with_all_heads, in_sum_dtype
 from autopar.rules.shard_call.dropout import attention_with_dropout
 from autopar.rules.shard_call.fused_attention import fused_attention
 
-__all__ = ["BATCH_NORM", "take_device_kernels", "with_most_memory"]
+__all__ = ["BATCH_NORM", "batch_norm_on_gpu", "of_any_dtypes", "take_device_kernels", "with_most_memory"]
 
 BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+# Ops of an image, a weight, a bias and two running statistics.
+BATCH_NORMS = (BATCH_NORM, torch.ops.aten._native_batch_norm_legit_no_training.default)
 # Positions of the results: image, two statistics that only eager PyTorch uses, two running statistics.
 STATISTICS = (1, 2)
 
@@ -29,11 +32,12 @@ def take_device_kernels(graph: Graph, device_type: str, trained: Callable[[Node]
             node.target = fused_attention
         elif device_type == "cuda" and node.kwargs.get("enable_gqa"):
             node.target = attention_on_gpu
-    if device_type == "cuda":
-        for node in graph.find_nodes(op="call_function", target=BATCH_NORM):
+    for op in BATCH_NORMS:
+        for node in graph.find_nodes(op="call_function", target=op):
             picked = [user.args[1] for user in node.users if user.target is getitem]
-            if len(picked) == len(node.users) and not set(STATISTICS).intersection(picked):
-                node.target = batch_norm_on_gpu
+            are_read = len(picked) < len(node.users) or not set(STATISTICS).isdisjoint(picked)
+            is_cudnn = op is BATCH_NORM and device_type == "cuda" and not are_read
+            node.target = of_any_dtypes(batch_norm_on_gpu if is_cudnn else op)
 
 
 def with_most_memory(node: Node, trained: Callable[[Node], bool]) -> Any:
@@ -69,6 +73,28 @@ def _shape(source: Any) -> tuple[int, ...] | None:
     value = source.meta.get("val")
     shape = source.meta.get("local_shape", value.shape if isinstance(value, Tensor) else None)
     return None if shape is None else tuple(shape)
+
+
+@cache
+def of_any_dtypes(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a batch normalisation whose statistics may have another dtype than its image and its weights.
+
+    Weights are in the dtype of the compute, and buffers are not. Kernels take both in one dtype: that of the image, or
+    float32 for an image in half precision.
+    """
+
+    def batch_norm(x: Tensor, *operands: Tensor | None, **named: Any) -> Any:
+        statistics = [one for one in operands[2:4] if isinstance(one, Tensor)]
+        if all(one.dtype == x.dtype for one in statistics):
+            return op(x, *operands, **named)
+        wide = in_sum_dtype(x).dtype
+        results = op(x, *(one.to(wide) if isinstance(one, Tensor) else one for one in operands), **named)
+        if op not in (BATCH_NORM, batch_norm_on_gpu):
+            return results
+        updated = (new.to(old.dtype) for new, old in zip(results[3:], statistics, strict=True))
+        return (*results[:3], *updated)
+
+    return batch_norm
 
 
 def batch_norm_on_gpu(
