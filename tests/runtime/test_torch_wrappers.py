@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.errors import AutoparError
 from tests.runtime.launcher import in_turn, launch
-from tests.runtime.training import gap
+from tests.runtime.training import gap, gradients
 
 
 def small() -> tuple[nn.Module, Tensor]:
@@ -186,3 +186,23 @@ def test_others_work(on_two: list[dict[str, Any]]) -> None:
 def test_a_converted_module_has_the_gradients_of_the_converted_model(on_two: list[dict[str, Any]]) -> None:
     for found in on_two:
         assert max(found["convert_after_a_step"].values()) < 1e-6, "the bias before BatchNorm has none"
+
+
+def gradients_of_synchronised(layout: str) -> float:
+    """Largest difference of the gradients of a model with a SyncBatchNorm from those of one process."""
+    model, x = small()
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    parallel = autopar.parallelize(synchronised, "dp=2", (x,), layout=layout, outputs="full")
+    for module in (model, parallel):
+        module(x).square().sum().backward()
+    with pytest.raises(ValueError, match="expected input tensor to be on GPU"):  # its own forward is back
+        synchronised(x)
+    found, expected = gradients(parallel), gradients(model)
+    assert found.keys() == expected.keys()
+    # That of the bias before the normalisation is zero.
+    return max(float((found[name] - one).abs().max()) for name, one in expected.items())
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp(fsdp=dp)"])
+def test_a_synchronised_batch_norm_is_that_of_the_whole_batch(layout: str) -> None:
+    assert max(launch(gradients_of_synchronised, layout, ranks=2)) < 1e-12

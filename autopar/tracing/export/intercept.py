@@ -63,6 +63,8 @@ def intercept_torch(ambient_grad: bool, device: torch.device | None) -> Iterator
                 "_detect_is_causal_mask",
                 lambda mask, is_causal=None, size=None: bool(is_causal),
             ),
+            # Statistics of a traced batch are those of the whole batch, on any ranks.
+            (nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward),
             # The validation of a distribution reads data and changes nothing.
             (torch.distributions.Distribution, "_validate_args", False),
             (torch.inference_mode, "__enter__", _enter_no_grad(torch.inference_mode.__enter__)),
