@@ -196,7 +196,8 @@ def loss_of(found: Any, kind: str = "own") -> Tensor:
     loss: Tensor = found if isinstance(found, Tensor) else found["loss"]
     if kind == "own":
         return loss
-    outside: Tensor = found["logits"].float().square().mean()
+    logits = found["logits"]
+    outside: Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32)).square().mean()
     return outside if kind == "logits" else loss + 0.5 * outside
 
 
