@@ -206,7 +206,12 @@ def experts(net: Net, x: torch.Tensor) -> torch.Tensor:
         (hidden_change_of_a_view, "x.detach()[0].mul_(2)", "changed in place where no gradient", "a new tensor"),
         (changed_parameter, "net.layer.weight.mul_(0.9)", "changed in place where no gradient", "a new tensor"),
         (data, None, "bypasses the graph: through .data", "use detach() instead of .data"),
-        (grows, None, "the buffer 'state' of shape [2] is replaced by one of shape [14]", "its final shape"),
+        (
+            grows,
+            None,
+            "the buffer 'state' of shape [2] and dtype torch.float32 is replaced by one of shape [14]",
+            "its final shape",
+        ),
         (generator, None, "its result contains a generator, which can be read only once: use a tuple", "return"),
         (tensor_set, None, "its result contains a set of tensors, which has no order", "return tensors"),
         (raises, 'raise KeyError("no such thing")', "it raised KeyError: 'no such thing'", "outside of autopar"),

@@ -22,6 +22,7 @@ from autopar.errors import AutoparWarning, TraceError
 from autopar.ir.call_arguments import apart, bind, check_overlaps, flatten_arguments, signature_of
 from autopar.ir.exported import Autocast, Exported, Mutation, OutputTree, Placeholder, autocast_state
 from autopar.ir.pytree import Flattened, Mapped
+from autopar.tracing.export.cast_buffers import with_buffers_of_one_dtype
 from autopar.tracing.export.intercept import check_autocast, check_hooks
 from autopar.tracing.export.program_graph import PREFIX, ProgramInput, ProgramMutation, renumbered
 from autopar.tracing.export.python_random import check_random
@@ -100,7 +101,8 @@ def capture(
             check_autocast(device)
         # torch.export joins inputs that share memory, or are one tensor, to one input.
         examples = tuple(apart(tensor) if varying is None else _contiguous(tensor) for tensor in flat.tensors)
-        program = check_random(partial(run_export, call, examples, device, symbolic=symbolic, layers_once=layers_once))
+        run = partial(run_export, call, examples, device, symbolic=symbolic, layers_once=layers_once)
+        program = with_buffers_of_one_dtype(model, partial(check_random, run))
     drop_checks(program.graph)
     program = renumbered(program)
     record_origins(program.graph, PREFIX)

@@ -197,7 +197,8 @@ def _replaced_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> d
             continue
         if (buffer.shape, buffer.dtype) != (old.shape, old.dtype):
             raise Refusal(
-                f"the buffer {name!r} of shape {list(old.shape)} is replaced by one of shape {list(buffer.shape)}",
+                f"the buffer {name!r} of shape {list(old.shape)} and dtype {old.dtype} is replaced by one of shape "
+                f"{list(buffer.shape)} and dtype {buffer.dtype}",
                 "give the buffer its final shape and dtype from the start",
             )
         found[name] = buffer
