@@ -325,12 +325,11 @@ class _Emitter:
         single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
         assert isinstance(source.target, torch._ops.OpOverload), source
         given = arguments_by_name(source.target, source.args, source.kwargs)
-        found = reached(source.target, given, lambda node: self.by_node[node.name].requires_grad)
+        found, saves = reached(source.target, given, lambda node: self.by_node[node.name].requires_grad)
         pairs = zip(self._results(node, op_assignment), found, strict=True)
         results = tuple(None if result is None else (*result, reaches) for result, reaches in pairs)
-        return self._module(
-            f"{node.name}_empty", EmptyShardOp(str(source.target), results, single), nodes_of(arguments)
-        )
+        made = EmptyShardOp(str(source.target), results, single, saves)
+        return self._module(f"{node.name}_empty", made, nodes_of(arguments))
 
     def _filled(self, local: LocalCall) -> LocalCall:
         """Return arguments with a slice of zeros where this rank has none of a summed factor."""

@@ -73,11 +73,12 @@ class _BegunReshard:
 
     def __init__(self, x: Tensor, module: ReshardModule, tensors: tuple[Tensor, ...]) -> None:
         self.flight, self.tensors = _Flight(module), tensors
+        self.arrive: Callable[[], Tensor] | None = None
         # The start of the reshard in autograd's graph; None if it is not differentiated.
         self.start: Tensor | None = None
         if x.requires_grad and torch.is_grad_enabled():
             self.start = _BeginReshard.apply(x, self.flight)  # type: ignore[no-untyped-call]
-        self.arrive: Callable[[], Tensor] | None = module.begin(x.detach(), False, tensors)
+        self.arrive = module.begin(x.detach(), False, tensors)
 
     def end(self) -> Tensor:
         """Wait for the tensor."""

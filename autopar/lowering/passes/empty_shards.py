@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
 from autopar.rules.call import flat_results
@@ -36,11 +37,12 @@ Result = tuple[tuple[int, ...], torch.dtype, frozenset[int]]
 class EmptyShardOp(nn.Module):
     """Op on a rank that has no elements of it."""
 
-    def __init__(self, op: str, results: tuple[Result | None, ...], single: bool) -> None:
+    def __init__(self, op: str, results: tuple[Result | None, ...], single: bool, saves: bool) -> None:
         super().__init__()
         self.op = op
         self.results = results
         self.single = single
+        self.saves = saves
 
     def forward(self, *tensors: Tensor) -> Any:
         made = [None if result is None else self._made(result, tensors) for result in self.results]
@@ -48,7 +50,8 @@ class EmptyShardOp(nn.Module):
 
     def _made(self, result: Result, tensors: Sequence[Tensor]) -> Tensor:
         shape, dtype, reached = result
-        return nothing(shape, dtype, [x if i in reached else x.detach() for i, x in enumerate(tensors)])
+        given = [x if i in reached else x.detach() for i, x in enumerate(tensors)]
+        return nothing(shape, dtype, given, self.saves)
 
     def extra_repr(self) -> str:
         return f"{self.op}: this rank has nothing of it"
@@ -69,13 +72,18 @@ def has_node(value: Any) -> bool:
 
 def reached(
     op: torch._ops.OpOverload, arguments: Mapping[str, Any], trained: Callable[[Node], bool]
-) -> list[frozenset[int]]:
-    """Return, for each result of an op, the operands that its gradient reaches; not all have one (`ones_like`).
+) -> tuple[list[frozenset[int]], bool]:
+    """Return, for each result of an op, the operands that its gradient reaches; and whether its backward saves tensors.
 
-    All ranks must find the same operands, or their backwards run in different orders. So the op runs whole on tensors
-    without memory, and autograd's graph is read.
+    Not all results have a gradient (`ones_like`). All ranks must find the same operands, or their backwards run in
+    different orders. So the op runs whole on tensors without memory, and autograd's graph is read.
     """
     leaves: list[Tensor] = []
+    saved: list[Tensor] = []
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
 
     def leaf(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -88,8 +96,10 @@ def reached(
         return made.clone()  # an op may give back what it takes, which then has no history
 
     with FakeTensorMode(), torch.enable_grad():
-        results = flat_results(call_by_name(op, {name: leaf(value) for name, value in arguments.items()}))
-    return [_leaves_of(result, leaves) for result in results]
+        given = {name: leaf(value) for name, value in arguments.items()}
+        with saved_tensors_hooks(save, lambda tensor: tensor):
+            results = flat_results(call_by_name(op, given))
+    return [_leaves_of(result, leaves) for result in results], bool(saved)
 
 
 def _leaves_of(result: Tensor | None, leaves: Sequence[Tensor]) -> frozenset[int]:

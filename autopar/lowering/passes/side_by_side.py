@@ -166,10 +166,14 @@ class _Halves:
 
     def _parts(self, span: list[Node]) -> list[list[Node]]:
         """Return the nodes between two waits in two parts, if both have products."""
-        products = [place for place, node in enumerate(span) if self._is_product(node)]
+        # By op: a rank without elements of it has one call, others have calls of slices too. All cut at the same op.
+        products = dict[str, int]()
+        for place, node in enumerate(span):
+            if self._is_product(node):
+                products.setdefault(node.meta[OP], place)
         if len(products) < 2:
             return [span]
-        cut = products[len(products) // 2]
+        cut = list(products.values())[len(products) // 2]
         return [span[:cut], span[cut:]]
 
     def _copy(self, node: Node, half: _Half) -> None:

@@ -118,27 +118,34 @@ def narrow(tensor: torch.Tensor, terms: tuple[Term, ...], sizes: Mapping[str, in
 # -- zeros of empty shards ---------------------------------------------------------------------------------------------
 
 
-def nothing(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-    """Return zeros of some shape as a function of the tensors, which get zeros for gradients."""
+def nothing(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor], saves: bool = True) -> Tensor:
+    """Return zeros of some shape as a function of the tensors, which get zeros for gradients.
+
+    `saves`: the op in its place saves tensors for its backward. Where layers are recomputed, the first saved tensor
+    that a backward asks for starts it, on all ranks at the same op.
+    """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        made: Tensor = _Nothing.apply(tuple(shape), dtype, *tensors)  # type: ignore[no-untyped-call]
+        made: Tensor = _Nothing.apply(tuple(shape), dtype, saves, *tensors)  # type: ignore[no-untyped-call]
         return made
     return zeros_of(shape, dtype, tensors)
 
 
 class _Nothing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, saves: bool, *tensors: Tensor) -> Tensor:
+        if saves:
+            ctx.save_for_backward(*tensors)
+        ctx.given = [(tensor.shape, tensor.dtype) for tensor in tensors]
         return zeros_of(shape, dtype, tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Of the gradient and of what the op took, as the gradients of any op are: so are gradients of gradients.
-        tensors: tuple[Tensor, ...] = ctx.saved_tensors
-        found = zip(tensors, ctx.needs_input_grad[2:], strict=True)
-        made = [nothing(x.shape, x.dtype, (gradient, *tensors)) if wanted else None for x, wanted in found]
-        return None, None, *made
+        # Of the gradient and of what the op saved, as the gradients of any op are: so are gradients of gradients.
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+        found = zip(ctx.given, ctx.needs_input_grad[3:], strict=True)
+        given = (gradient, *saved)
+        made = [nothing(shape, dtype, given, bool(saved)) if wanted else None for (shape, dtype), wanted in found]
+        return None, None, None, *made
 
 
 def amounts(operand: Operand, local_sizes: Mapping[str, int]) -> list[int]:
