@@ -1,7 +1,7 @@
 """Measure the share of each architecture that the rule table covers: `python -m benchmarks.coverage [names...]`.
 
 With no names, the standard architectures; `--all` for every architecture known to this benchmark; `--train` for the
-graphs of training (with dropout); `--json` for programs.
+graphs of training (with dropout); `--precision bf16` for those of half precision; `--json` for programs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from benchmarks.architectures import EVERY, REFUSED, STANDARD
+from benchmarks.architectures import EVERY, REFUSED, REFUSED_IN_HALF, STANDARD
 from examples.hf import hf
 
 
@@ -42,13 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="a `model_type` of transformers")
     parser.add_argument("--all", action="store_true", help="every architecture known to this benchmark")
     parser.add_argument("--train", action="store_true", help="trace in training mode, with dropout")
+    parser.add_argument("--precision", help="what the graphs compute in, as in autopar.trace")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
     names = options.names or (EVERY if options.all else STANDARD)
     quiet_libraries()
     rows = []
     for name in names:
-        rows.append(measure(name, options.train))
+        rows.append(measure(name, options.train, options.precision))
         if not options.json:
             Console(stderr=True).print(f"{name}: {rows[-1].seconds:.1f} s", style="dim", highlight=False)
     if options.json:
@@ -58,17 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in rows:
             if row.reason is not None:
                 print(f"{row.architecture} ({row.mode}) does not trace: {row.reason}")
-    return 0 if all(row.reason is None or row.architecture in REFUSED for row in rows) else 1
+    refused = REFUSED.keys() | (REFUSED_IN_HALF.keys() if options.precision else set())
+    return 0 if all(row.reason is None or row.architecture in refused for row in rows) else 1
 
 
-def measure(name: str, train: bool) -> Row:
+def measure(name: str, train: bool, precision: str | None = None) -> Row:
     """Trace one architecture and count where the rules of its nodes come from."""
     torch.manual_seed(0)
     mode = "train" if train else "eval"
     model, inputs = hf(name, train=train, dropout=0.1 if train else None)
     started = time.perf_counter()
     try:
-        coverage = autopar.trace(model, inputs).coverage()
+        coverage = autopar.trace(model, inputs, precision=precision).coverage()
     except autopar.AutoparError as error:
         return Row(name, mode, seconds=time.perf_counter() - started, reason=" ".join(str(error).split()))
     seconds = time.perf_counter() - started

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.architectures import EVERY, REFUSED, STANDARD
+from benchmarks.architectures import EVERY, REFUSED, REFUSED_IN_HALF, STANDARD
 from benchmarks.coverage import Row, as_table, main, measure
 
 
@@ -26,6 +26,14 @@ def test_architecture_that_cannot_be_traced_gives_the_reason(capsys: pytest.Capt
     assert "if not padding_mask.any()" in " ".join(printed.split())
 
 
+def test_graphs_in_half_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mra", "xglm", "--precision", "bf16", "--json"]) == 0
+    mra, xglm = json.loads(capsys.readouterr().out)
+    assert "aten.linear.default has operands in float32 and in torch.bfloat16" in mra["reason"]
+    assert xglm["reason"] is None
+    assert main(["mra"]) == 0
+
+
 def test_training_is_measured_in_training_mode() -> None:
     assert measure("vit", train=True).nodes > measure("vit", train=False).nodes, "dropout is in the graph"
 
@@ -42,4 +50,4 @@ def test_table_sums_what_was_traced() -> None:
 def test_names_are_given_once() -> None:
     assert len(set(EVERY)) == len(EVERY) > 200
     assert set(STANDARD) < set(EVERY)
-    assert set(REFUSED) < set(EVERY) - set(STANDARD)
+    assert set(REFUSED) | set(REFUSED_IN_HALF) < set(EVERY) - set(STANDARD)
