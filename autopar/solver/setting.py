@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -117,12 +117,11 @@ class PlanningProblem:
         """Return the plan of the whole call, from that of one micro-batch or of the call."""
         return plan if self.call is None or plan.micro is not None else self.call.plan(plan)
 
-    def whole_seconds(self, ops: Iterable[str]) -> dict[str, float]:
-        """Return the seconds of ops on one rank, both directions, or of their launches where they are longer."""
-        found, asked = dict[str, float](), frozenset(ops)
+    @cached_property
+    def whole_seconds(self) -> Mapping[str, float]:
+        """Return the seconds of each op on one rank, both directions, or of its launches where they are longer."""
+        found: dict[str, float] = {}
         for node in self.graph.nodes:
-            if node.name not in asked:
-                continue
             shardings = shardings_of(self.graph, node, Choice())
             assert shardings is not None, f"{node.name} runs whole"
             work = self.prices.work(node, OpAssignment(Choice(), *shardings, shardings[1]))
@@ -143,7 +142,7 @@ class PlanningProblem:
         for repeat in self.graph.repeats:
             ops = self.graph.ops_of_layers[repeat.module_paths[0]]
             copies = self.movable_bytes(ops) / rate
-            seconds = sum(self.whole_seconds(ops).values())
+            seconds = sum(self.whole_seconds[op] for op in ops)
             # The backward of products takes twice the time of the forward.
             forward = seconds / 3
             exposed = max(0.0, copies - forward) + max(0.0, copies - 2 * forward)

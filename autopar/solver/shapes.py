@@ -284,10 +284,10 @@ class ShapeSearch:
 
     def _seconds_of(self, graph: NamedGraph, micro_batches: int = 1) -> float:
         options = replace(self.options, micro_batches=micro_batches)
-        setting = PlanningProblem.of(graph, SubMesh({}), self.cluster, options)
-        seconds, counts = setting.whole_seconds(node.name for node in graph.nodes), self.short.counts
-        every = segments_of(self.short.graph, self.some_micro)
-        return sum(counts.get(path, 1) * sum(seconds[op] for op in ops) for path, ops in every) / self.devices
+        setting, total = PlanningProblem.of(graph, SubMesh({}), self.cluster, options), 0.0
+        for path, ops in segments_of(self.short.graph, self.some_micro):
+            total += self.short.counts.get(path, 1) * sum(setting.whole_seconds[op] for op in ops)
+        return total / self.devices
 
     @cached_property
     def _modes(self) -> tuple[Recompute, ...]:

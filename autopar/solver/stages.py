@@ -47,7 +47,7 @@ def stages_of(
     """
     assert setting.call is not None, "a pipeline has micro-batches"
     alone = time_assignment(setting.call.graph, setting.call.micro)
-    work = setting.whole_seconds(node.name for node in setting.graph.nodes) if work is None else work
+    work = setting.whole_seconds if work is None else work
     return with_stages(setting.call.graph, layout, axes, alone, work, _slowness(setting, layout, axes)).pipelining
 
 

@@ -244,7 +244,7 @@ class _Run:
         if self.is_chaotic:
             return 0.6
         if self.is_half:
-            return 0.5 if "fp8" in str(one.precision) else 0.12
+            return 0.3 if "fp8" in str(one.precision) else 0.12
         if one.precision == "fp32" or one.small.routes_rows:
             return 2e-3
         # Statistics of a model in float32 stay in it.

@@ -103,7 +103,6 @@ class StatementIndex:
         self._exact: dict[str, list[_Place]] = {}
         self._patterns: dict[str, list[_Place]] = {}
         self._found: dict[tuple[_Place, ...], Layout] = {}
-        self._by_name: dict[str, Layout] = {}
         for number, statement in enumerate(layout.statements):
             for glob in dict.fromkeys(_globs(statement)):
                 if glob is None:
@@ -115,12 +114,6 @@ class StatementIndex:
 
     def about(self, name: str) -> Layout:
         """Return the statements about all names or about this one, in their order."""
-        found = self._by_name.get(name)
-        if found is None:
-            found = self._by_name[name] = self._about(name)
-        return found
-
-    def _about(self, name: str) -> Layout:
         own = list(self._exact.get(name, ()))
         for glob, places in self._patterns.items():
             if glob_matches(glob, name):
