@@ -31,6 +31,8 @@ class Layer(nn.Module):
         added = x + self.table
         if self.where == "changed":
             self.table.add_(1)
+        if self.where == "replaced":
+            self.table = self.table + 1
         if self.where == "scaled":  # float32 goes no further
             added = added.to(x.dtype)
         return x + self.up(self.norm(added) if self.where == "norm" else added)
@@ -73,8 +75,9 @@ def test_buffers_that_do_no_harm_stay_in_float32() -> None:
     assert added == [torch.float32] * 4
 
 
-def test_buffers_that_the_forward_changes_are_not_cast() -> None:
-    model, inputs = made("changed")
+@pytest.mark.parametrize("where", ["changed", "replaced"])
+def test_buffers_that_the_forward_changes_are_not_cast(where: str) -> None:
+    model, inputs = made(where)
     with pytest.raises(TraceError, match=r"aten.linear.default has operands in float32 and in torch.bfloat16"):
         autopar.trace(model, inputs, precision="bf16")
 

@@ -21,6 +21,7 @@ from torch.fx import Node
 from autopar.errors import AutoparWarning
 from autopar.tracing.export.program_graph import ProgramGraph
 from autopar.tracing.export.refuse import Refusal
+from autopar.tracing.export.run_export import Returned
 from autopar.tracing.passes.edit import insert
 
 __all__ = ["with_buffers_of_one_dtype"]
@@ -33,7 +34,7 @@ NORMS = re.compile(r"aten\.(native_)?(layer|group)_norm\.")
 PRODUCTS = re.compile(r"aten\.(addmm|mm|bmm|baddbmm|matmul|linear|conv\w*|scaled_dot_product_attention)\.")
 
 
-def with_buffers_of_one_dtype(model: nn.Module, export: Callable[[], ProgramGraph]) -> ProgramGraph:
+def with_buffers_of_one_dtype(model: nn.Module, export: Callable[[], ProgramGraph], returned: Returned) -> ProgramGraph:
     """Return an exported graph of a model; its buffers are cast where the model fails without.
 
     Raise for an op of a half model that no kernel computes.
@@ -44,14 +45,14 @@ def with_buffers_of_one_dtype(model: nn.Module, export: Callable[[], ProgramGrap
     found: ProgramGraph | Exception
     try:
         found = export()
-    except Exception as error:
+    except (RuntimeError, Refusal) as error:
         if not DIFFER.search(str(error)):
             raise
         found = error
     mixed = None if isinstance(found, Exception) else next(filter(_is_mixed, found.graph.nodes), None)
     if not isinstance(found, Exception) and mixed is None:
         return found
-    other = _with_casts(model, names, dtype, export) if names else None
+    other = _with_casts(model, names, dtype, export, returned) if names else None
     if other is not None:
         warnings.warn(
             f"{type(model).__name__} fails on buffers in float32 beside weights in {dtype}: its buffers are cast "
@@ -71,7 +72,7 @@ def with_buffers_of_one_dtype(model: nn.Module, export: Callable[[], ProgramGrap
 
 
 def _with_casts(
-    model: nn.Module, names: set[str], dtype: torch.dtype, export: Callable[[], ProgramGraph]
+    model: nn.Module, names: set[str], dtype: torch.dtype, export: Callable[[], ProgramGraph], returned: Returned
 ) -> ProgramGraph | None:
     """Return the graph with its buffers cast; None if the model fails, or changes one of them."""
     try:
@@ -79,7 +80,8 @@ def _with_casts(
             found = export()
     except Exception:  # noqa: BLE001  # the model fails for another reason
         return None
-    if not names.isdisjoint(one.name for one in found.mutations) or any(map(_is_mixed, found.graph.nodes)):
+    changed = {*(one.name for one in found.mutations), *returned.assigned}
+    if not names.isdisjoint(changed) or any(map(_is_mixed, found.graph.nodes)):
         return None
     _insert_casts(found, names, dtype)
     return found

@@ -102,7 +102,7 @@ def capture(
         # torch.export joins inputs that share memory, or are one tensor, to one input.
         examples = tuple(apart(tensor) if varying is None else _contiguous(tensor) for tensor in flat.tensors)
         run = partial(run_export, call, examples, device, symbolic=symbolic, layers_once=layers_once)
-        program = with_buffers_of_one_dtype(model, partial(check_random, run))
+        program = with_buffers_of_one_dtype(model, partial(check_random, run), call.returned)
     drop_checks(program.graph)
     program = renumbered(program)
     record_origins(program.graph, PREFIX)
