@@ -89,9 +89,8 @@ def of_any_dtypes(op: Callable[..., Any]) -> Callable[..., Any]:
             return op(x, *operands, **named)
         wide = in_sum_dtype(x).dtype
         results = op(x, *(one.to(wide) if isinstance(one, Tensor) else one for one in operands), **named)
-        if op not in (BATCH_NORM, batch_norm_on_gpu):
-            return results
-        updated = (new.to(old.dtype) for new, old in zip(results[3:], statistics, strict=True))
+        # Ops that update no statistics have three results.
+        updated = (new.to(old.dtype) for new, old in zip(results[3:], statistics, strict=False))
         return (*results[:3], *updated)
 
     return batch_norm
