@@ -33,9 +33,9 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layer: type[nn.Module], layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(layer() for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -57,7 +57,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_one_order_on_all_ranks(layout: str) -> None:
     torch.manual_seed(0)
-    model, inputs = Stack().double(), (torch.randn(4, 8, WIDTH, dtype=torch.float64),)
+    model, inputs = Stack(Layer, 4).double(), (torch.randn(4, 8, WIDTH, dtype=torch.float64),)
     weights = {"first": "d f", "second": "d f", "third": "f d"}
     graph = autopar.trace(model, inputs, dims={"x": "batch seq d", **weights})
     assignment = propagate(graph, parse_layout(layout), SubMesh({"a": 2, "b": 2}))
@@ -82,17 +82,6 @@ class Mlp(nn.Module):
         return x + self.down(self.up(hidden) * torch.sigmoid(self.gate(hidden)))
 
 
-class Mlps(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Mlp() for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 # Five ranks have 3, 3, 3, 3 and no rows of 12.
 UNEVEN = "batch -> a pad | none !1; d_ff -> a pad | none; * -> none"
 
@@ -101,7 +90,7 @@ UNEVEN = "batch -> a pad | none !1; d_ff -> a pad | none; * -> none"
 @pytest.mark.parametrize("ranks", [5, 7])
 def test_a_rank_without_elements_recomputes_at_the_same_op(mode: str, ranks: int) -> None:
     torch.manual_seed(0)
-    model, inputs = Mlps().double(), (torch.randn(12, 6, WIDTH, dtype=torch.float64),)
+    model, inputs = Stack(Mlp, 2).double(), (torch.randn(12, 6, WIDTH, dtype=torch.float64),)
     names = {"up": "d_ff d_model", "gate": "d_ff d_model", "down": "d_model d_ff"}
     dims = {f"layers.*.{name}.weight": text for name, text in names.items()}
     graph = autopar.trace(model, inputs, dims={"x": "batch seq d_model", **dims})
