@@ -68,8 +68,8 @@ REFUSED = {
     "longformer": DATA + "asks whether any token has global attention",
     "rwkv": "changes its parameters in place, the first time it runs in eval mode",
     "sew-d": BACKWARD + "XDropout draws random numbers (training only)",
-    "wav2vec2-conformer": "its first call of a longer input makes a buffer longer",
     "vilt": DATA + "the size of the image is read off a mask",
+    "wav2vec2-conformer": "its first call of a longer input makes a buffer longer",
     "xmod": DATA + "the tokens of each language are selected",
     "yoso": BACKWARD + "YosoCumulation is given a dict",
 }
