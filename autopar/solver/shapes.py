@@ -35,21 +35,15 @@ from autopar.sharding.reshard.reshard import NoSteps
 from autopar.sharding.time_slice import slice_in_time
 from autopar.solver import Floats
 from autopar.solver.infeasible import NoFeasiblePlan
-from autopar.solver.mesh_shape import Shape, Split, divisors, stored_bytes
+from autopar.solver.mesh_shape import Shape, Split, divisors
 from autopar.solver.segments import STAGES, ModelCosts, model_costs, on_axes, segments_of, stages_of
 from autopar.solver.setting import PlanningProblem
+from autopar.solver.shape_space import ShapeSpace
 from autopar.solver.short_plans import BATCH, DATA, short_plans
 from autopar.solver.stage_design import SCHEDULES, ScheduleChoice, StageDesign, design_stages, least_seconds
 
 __all__ = ["PricedShape", "ShapeSearch"]
 
-# More ranks than this do not split one layer: groups of a few nodes are the largest in use.
-MOST_MODEL_RANKS = 64
-# No shape has fewer stages than this share of those whose parameters and gradients take half of the memory: what
-# ZeRO-3 would send in each micro-batch takes longer than the stages wait.
-FEWEST_STAGES = 4
-# Rows of one micro-batch on a rank are this number or fewer, but for the whole batch.
-MOST_ROWS = 8
 # Shapes within this factor of the best one are followed by a search of their own, and at most so many.
 NEARLY, MOST_FOLLOWED = 1.03, 2
 # Costs of shapes that were not priced are at least this share of what others leave to them: times on more model ranks,
@@ -112,6 +106,11 @@ class ShapeSearch:
             return None
         return found
 
+    @cached_property
+    def space(self) -> ShapeSpace:
+        """All shapes."""
+        return ShapeSpace(self.graph, self.options.precision, self.devices, self.limit, self.layers)
+
     def segments(self) -> None:
         """Raise unless segments of the model may be stages."""
         every = segments_of(self.short.graph, self.some_micro)
@@ -124,7 +123,7 @@ class ShapeSearch:
     def run(self) -> list[PricedShape]:
         """Return the shapes that have plans, fastest first."""
         by_split: dict[Split, list[Shape]] = {}
-        for shape in self.shapes():
+        for shape in self.space:
             by_split.setdefault(shape.split, []).append(shape)
         # Experts first: what such shapes send grows least with the ranks.
         self._price_splits({split: every for split, every in by_split.items() if split.expert > 1})
@@ -186,8 +185,8 @@ class ShapeSearch:
     def alone(self) -> list[Shape]:
         """Return the shapes of one stage and whole batches whose parameters fit, those that fill a node first."""
         node = self.cluster.ranks_together(self.devices)
-        every = [one for one in self.shapes() if one.stages == one.count == one.context == 1]
-        fitting = [one for one in every if self.stages_for(one.split) == 1]
+        every = [one for one in self.space if one.stages == one.count == one.context == 1]
+        fitting = [one for one in every if self.space.stages_for(one.split) == 1]
         return sorted(fitting, key=lambda one: abs(math.log(one.model * one.expert / node)))
 
     def _price_all(self, shapes: Sequence[Shape]) -> None:
@@ -202,60 +201,12 @@ class ShapeSearch:
         """Return shapes with as few stages as memory allows first: they rule most others out."""
 
         def order(shape: Shape) -> tuple[float, float]:
-            return abs(math.log2(shape.stages / self.stages_for(shape.split))), self._least_seconds(shape)
+            return abs(math.log2(shape.stages / self.space.stages_for(shape.split))), self._least_seconds(shape)
 
         return sorted(shapes, key=order)
 
     def _least_seconds(self, shape: Shape) -> float:
         return least_seconds(self.ideal_seconds, shape.stages, shape.count, self.layers)
-
-    def stages_for(self, split: Split) -> int:
-        """Return the least number of stages whose parameters and gradients take half of the memory."""
-        whole, of_experts = self._stored_bytes
-        least = (whole + of_experts / split.expert) / split.model / (self.limit / 2)
-        ranks = self.devices // prod(split)
-        return next((one for one in divisors(ranks) if one >= least), ranks)
-
-    @cached_property
-    def _stored_bytes(self) -> tuple[float, float]:
-        return stored_bytes(self.graph, self.options.precision)
-
-    @cached_property
-    def _groups(self) -> int:
-        """Return the number of experts that ranks may split; 1 for a model without."""
-        return math.gcd(*(node.routed for node in self.graph.nodes if node.routed)) or 1
-
-    @cached_property
-    def _contexts(self) -> Sequence[int]:
-        """Return numbers of ranks that split a sequence: a folded one, whose shards have equal work."""
-        fold = self.graph.fold
-        if fold is None:
-            return (1,)
-        positions = self.graph.dims[fold.dim].size
-        return [one for one in divisors(math.gcd(positions, self.devices)) if one <= MOST_MODEL_RANKS]
-
-    def shapes(self) -> Iterator[Shape]:
-        """Yield all shapes."""
-        batch, layers = self.graph.dims[BATCH].size, self.layers
-        for stages in divisors(self.devices):
-            ranks = self.devices // stages
-            models = [model for model in divisors(ranks) if model <= MOST_MODEL_RANKS]
-            splits = [Split(model, 1, context) for context in self._contexts for model in models]
-            # Ranks that split the experts leave no layer that is too large for one rank.
-            splits += [Split(1, expert) for expert in divisors(self._groups)[1:]]
-            for split in splits:
-                if ranks % prod(split):
-                    continue
-                model, expert, context = split
-                data = ranks // prod(split)
-                least = self.stages_for(split) // FEWEST_STAGES
-                if not least <= stages <= layers or batch % (data * expert):
-                    continue
-                of_rank = batch // (data * expert)
-                for rows in divisors(of_rank):
-                    count = of_rank // rows
-                    if ((rows <= MOST_ROWS and rows & (rows - 1) == 0) or count == 1) and (stages == 1 or count > 1):
-                        yield Shape(stages, data, model, count, rows, expert, context)
 
     @property
     def layers(self) -> int:
@@ -434,7 +385,7 @@ class ShapeSearch:
     def _searched(self, shape: Shape) -> Iterator[StepPlan]:
         batch = self.graph.dims[BATCH].size
         # As many stages as memory asks for, and at least two micro-batches of one row for each rank.
-        stages, expert = self.stages_for(shape.split), shape.expert
+        stages, expert = self.space.stages_for(shape.split), shape.expert
         ranks = max(1, self.devices // prod(shape.split) // stages)
         data = max(
             (each for each in divisors(ranks) if batch // expert % each == 0 and batch // expert // each > 1),

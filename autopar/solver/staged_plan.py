@@ -42,6 +42,8 @@ __all__ = ["StagedPlan", "plan_without_stages", "with_bound"]
 MOST_DESIGNS = 3
 # Limits that differ by this share of the memory give the same design.
 NEAR = 0.002
+# The next design is priced if it promises to save more than this share of the step, or if none fits yet.
+WORTH = 0.002
 # Relative precision of the multipliers of the bound.
 PRECISION = 1e-2
 
@@ -104,9 +106,9 @@ class StagedPlan:
             shape, sends = self.priced.shape, search.sends(self.priced.costs, self.priced.shape)
             stages, count = shape.stages, shape.count
             again = design_stages(self.priced.costs, search.cluster, stages, count, design.schedule, tight, sends)
-            if again is not None and again != design:
-                self.design = again
-                self.likely_seconds = min(self.likely_seconds, costs.step_seconds * again.seconds / design.seconds)
+            likely = costs.step_seconds * again.seconds / design.seconds if again is not None else math.inf
+            if again != design and (not self.fits or likely < (1 - WORTH) * self.incumbent.seconds):
+                self.design, self.likely_seconds = again, min(self.likely_seconds, likely)
         return True
 
 

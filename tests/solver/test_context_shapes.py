@@ -46,8 +46,8 @@ def search_of(graph: NamedGraph, devices: int, limit: float = 40 * 2**30) -> Sha
 
 
 def test_a_folded_sequence_has_ranks_of_its_own() -> None:
-    assert {shape.context for shape in search_of(traced(), 64).shapes()} == {1}
-    every = list(search_of(folded(), 64).shapes())
+    assert {shape.context for shape in search_of(traced(), 64).space} == {1}
+    every = list(search_of(folded(), 64).space)
     assert {shape.context for shape in every} == {1, 2, 4, 8, 16, 32, 64}
     assert all(math.prod(shape.mesh.values()) == 64 for shape in every)
     assert list(Shape(2, 2, 4, 2, 1, context=4).mesh.items()) == [("pp", 2), ("dp", 2), ("cp", 4), ("tp", 4)]

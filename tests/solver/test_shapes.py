@@ -199,11 +199,11 @@ def mixture() -> NamedGraph:
 def test_experts_have_ranks_of_their_own() -> None:
     """Along `ep` rows go to the ranks of their experts, and the batch is split elsewhere; prices are of such a plan."""
     search = search_of(mixture(), 16, 10 * 2**30)
-    assert {shape.expert for shape in search.shapes()} == {1, 2, 4, 8}
-    assert all(shape.model == 1 for shape in search.shapes() if shape.expert > 1)
-    assert search.stages_for(Split(1, 8)) <= search.stages_for(Split(1))
+    assert {shape.expert for shape in search.space} == {1, 2, 4, 8}
+    assert all(shape.model == 1 for shape in search.space if shape.expert > 1)
+    assert search.space.stages_for(Split(1, 8)) <= search.space.stages_for(Split(1))
     shape = Shape(2, 2, 1, 4, 2, expert=4)
-    assert shape in list(search.shapes())
+    assert shape in list(search.space)
     search.price(shape)
     priced = min(search.found, key=lambda one: one.seconds)
     solved = StagedPlan(search, priced).improved().solved
