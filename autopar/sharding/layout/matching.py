@@ -103,6 +103,7 @@ class StatementIndex:
         self._exact: dict[str, list[_Place]] = {}
         self._patterns: dict[str, list[_Place]] = {}
         self._found: dict[tuple[_Place, ...], Layout] = {}
+        self._by_name: dict[str, Layout] = {}
         for number, statement in enumerate(layout.statements):
             for glob in dict.fromkeys(_globs(statement)):
                 if glob is None:
@@ -114,6 +115,11 @@ class StatementIndex:
 
     def about(self, name: str) -> Layout:
         """Return the statements about all names or about this one, in their order."""
+        if name not in self._by_name:
+            self._by_name[name] = self._matching(name)
+        return self._by_name[name]
+
+    def _matching(self, name: str) -> Layout:
         own = list(self._exact.get(name, ()))
         for glob, places in self._patterns.items():
             if glob_matches(glob, name):
