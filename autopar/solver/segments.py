@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from autopar.cost.evaluate import part_times
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.lowered_step import LoweredStep, lower_step
-from autopar.cost.memory.peak import memory
+from autopar.cost.lowered_step import lower_step
+from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.pipeline import PartTimes, sent_bytes
 from autopar.cost.profile import profile_parts
 from autopar.ir.analysis.op_memory import Footprint
@@ -213,13 +213,14 @@ def model_costs(
         step = whole.recomputing({} if mode == "none" else dict.fromkeys(layers_of(short.graph), mode))
         # All modes run the same ops.
         step.__dict__["footprints"] = footprints
-        inputs = inputs or memory(step.at(0)).inputs_bytes
         sent, _ = sent_bytes(step, len(every))
         # What recomputes nothing costs the same in all modes.
         priced = [one for one in dict.fromkeys(same) if mode == "none" or every[one][0]]
         found = {one: by_mode["none"][one] for one in same if one not in priced}
+        held = {number: memory(step.at(number)) for number in priced}
+        inputs = inputs or (held.get(0) or memory(step.at(0))).inputs_bytes
         for number, tasks in zip(priced, profile_parts(step, cluster, priced), strict=True):
-            found[number] = _segment_costs(step, number, part_times(tasks, step, cluster), sent[number])
+            found[number] = _segment_costs(held[number], part_times(tasks, step, cluster), sent[number])
         by_mode[mode] = tuple(found[number] for number in same)
     sequence, layers = list[int](), list[str]()
     for number, (path, _) in enumerate(every):
@@ -257,8 +258,7 @@ def _equal_segments(
     return tuple(found[number] for number in range(len(every)))
 
 
-def _segment_costs(step: LoweredStep, number: int, times: PartTimes, sent: float) -> SegmentCosts:
-    held = memory(step.at(number))
+def _segment_costs(held: MemoryCosts, times: PartTimes, sent: float) -> SegmentCosts:
     stored = held.parameters_bytes + held.copies_bytes + held.optimizer_bytes
     rest = held.peak_bytes - stored - held.inputs_bytes - held.saved_bytes - held.gradients_bytes
     saved, results = held.saved_bytes - held.results_bytes, held.results_bytes

@@ -26,7 +26,7 @@ large ones, whose sizes are scaled.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -200,17 +200,27 @@ class ScaledReshards:
 
         None if no steps lead there.
         """
-        if source.splits == target.splits and source.partial == target.partial:
-            return ()
+        return self.between(sizes, by_share, roles)(source, target)
+
+    def between(
+        self, sizes: tuple[int, ...], by_share: tuple[int, ...] = (), roles: str = ""
+    ) -> Callable[[Sharding, Sharding], tuple[StepSize, ...] | None]:
+        """Return the function from two shardings of a tensor to the steps of `of`."""
         named = sizes, by_share, roles
         if named not in self.shapes:
             self.shapes[named] = self._shape(*named)
         shape, known, scale = self.shapes[named]
-        pair = source, target
-        if pair not in known:
-            known[pair] = self._of_shape(shape, source, target)
-        found = known[pair]
-        return found and _scaled(found, scale)
+
+        def steps_of(source: Sharding, target: Sharding) -> tuple[StepSize, ...] | None:
+            if source.splits == target.splits and source.partial == target.partial:
+                return ()
+            pair = source, target
+            if pair not in known:
+                known[pair] = self._of_shape(shape, source, target)
+            found = known[pair]
+            return found and _scaled(found, scale)
+
+        return steps_of
 
     def _shape(self, sizes: tuple[int, ...], by_share: tuple[int, ...], roles: str) -> tuple[_Shape, _Known, float]:
         even = [bool(size) and i not in by_share and size % self.ranks == 0 for i, size in enumerate(sizes)]
@@ -236,14 +246,16 @@ class ScaledReshards:
         # Other atoms scale the result by their local size; one that all axes divide does not keep what stays.
         for i, size in enumerate(sizes):
             if i not in places:
-                scale *= longest(size, source.splits[i], self.axes, i in by_share)
+                split = source.splits[i]
+                scale *= longest(size, split, self.axes, i in by_share) if split else size
                 continue
             fixed = 0
             if i in by_share:
                 marked.append(len(small))
             elif size and not size % self.ranks:
                 fixed = change.fixed[i]
-                scale /= prod([self.axes[axis] for axis in source.splits[i][:fixed]])
+                if fixed:
+                    scale /= prod([self.axes[axis] for axis in source.splits[i][:fixed]])
             small.append(size)
             before.append(source.splits[i][fixed:])
             after.append(target.splits[i][fixed:])

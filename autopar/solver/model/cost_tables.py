@@ -218,11 +218,9 @@ class CostTables:
         columns, column_of = numbered(targets)
         key = "each", cut.sizes, cut.by_share, cut.roles, cut.itemsize, cut.halved, share, tuple(rows), tuple(columns)
         if key not in self.known:
-            found = np.zeros((3, len(rows), len(columns)))
-            for i, source in enumerate(rows):
-                for j, target in enumerate(columns):
-                    found[:, i, j] = self.ways.way(cut, source, target, share)
-            self.known[key] = found
+            priced = self.ways.priced(cut, share)
+            found = np.array([priced(source, target) for source in rows for target in columns])
+            self.known[key] = found.reshape(len(rows), len(columns), 3).transpose(2, 0, 1)
         return np.asarray(self.known[key][:, row_of[:, None], column_of])
 
     def _kept(

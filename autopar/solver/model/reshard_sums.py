@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from math import inf, prod
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from autopar.solver.model.bucket_shares import Joinable
 from autopar.solver.model.objective import Sum
 from autopar.solver.setting import PlanningProblem
 
+# Seconds of a reshard on the device, beside it and on the host.
+WaySeconds = tuple[float, float, float]
 # A step, and the bytes of an element.
 _Sent = tuple[StepSize, float]
 
@@ -99,7 +102,7 @@ class ReshardSums:
         self.setting = setting
         self.costs = setting.prices.reshard_costs
         self.routes = ScaledReshards.on(setting.axes)
-        self.prices: dict[Hashable, tuple[float, float, float]] = {}
+        self.prices: dict[Hashable, dict[tuple[Sharding, Sharding], WaySeconds]] = defaultdict(dict)
         self.moved: dict[tuple[TensorCut, Sharding, Sharding, Joinable], _BucketShare] = {}
         self.elements: dict[Hashable, float] = {}
         sizes: dict[str, list[float]] = {}
@@ -118,20 +121,39 @@ class ReshardSums:
 
     # -- values
 
-    def way(self, cut: TensorCut, source: Sharding, target: Sharding, share: float = 1.0) -> tuple[float, float, float]:
+    def way(self, cut: TensorCut, source: Sharding, target: Sharding, share: float = 1.0) -> WaySeconds:
         """Return the seconds of a reshard on the device, beside it and on the host; infinite if no steps lead there."""
-        key = cut.sizes, cut.by_share, cut.roles, cut.itemsize, cut.halved, source, target, share
-        price = self.prices.get(key)
-        if price is None:
-            device = beside = host = 0.0
-            steps = cut.steps(self.routes, source, target)
-            size = cut.itemsize * routing_excess(cut.roles, source, target)
-            for cost in () if steps is None else self.costs.value_steps(steps, size, share, 2 if cut.halved else 1):
-                is_beside = cut.halved and not cost.step.local
-                device, beside = device + cost.seconds * (not is_beside), beside + cost.seconds * is_beside
-                host += cost.host_seconds
-            price = self.prices[key] = (inf if steps is None else device, beside, host)
+        return self.priced(cut, share)(source, target)
+
+    def priced(self, cut: TensorCut, share: float) -> Callable[[Sharding, Sharding], WaySeconds]:
+        """Return the function from two shardings of a tensor to the seconds of `way`."""
+        known = self.prices.setdefault(
+            (cut.sizes, cut.by_share, cut.roles, cut.itemsize, cut.halved, share),
+            dict[tuple[Sharding, Sharding], WaySeconds](),
+        )
+        steps_of = self.routes.between(cut.sizes, cut.by_share, cut.roles)
+
+        def price(source: Sharding, target: Sharding) -> WaySeconds:
+            pair = source, target
+            found = known.get(pair)
+            if found is None:
+                found = known[pair] = self._seconds(cut, source, target, steps_of(source, target), share)
+            return found
+
         return price
+
+    def _seconds(
+        self, cut: TensorCut, source: Sharding, target: Sharding, steps: tuple[StepSize, ...] | None, share: float
+    ) -> WaySeconds:
+        if not steps:
+            return (inf if steps is None else 0.0), 0.0, 0.0
+        device = beside = host = 0.0
+        size = cut.itemsize * routing_excess(cut.roles, source, target)
+        for cost in self.costs.value_steps(steps, size, share, 2 if cut.halved else 1):
+            is_beside = cut.halved and not cost.step.local
+            device, beside = device + cost.seconds * (not is_beside), beside + cost.seconds * is_beside
+            host += cost.host_seconds
+        return device, beside, host
 
     def gib(self, cut: TensorCut, layout: Sharding) -> float:
         """Return the largest shard."""
