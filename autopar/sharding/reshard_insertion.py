@@ -19,7 +19,7 @@ from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.level_sums import LevelPhase, LevelSum
 from autopar.sharding.lowered_ops import LoweredOpContext, OpMessage, lowered_context
 from autopar.sharding.options import Outputs
-from autopar.sharding.reshard.reshard import Reshard, Step, StepKind, goes_in_bucket, reshard
+from autopar.sharding.reshard.reshard import NoSteps, Reshard, Step, StepKind, goes_in_bucket, reshard
 from autopar.sharding.sharding import (
     MICRO,
     Atoms,
@@ -288,7 +288,10 @@ class _ReshardInserter:
         # Tensors that are cut alike share a search for the steps.
         found = self.found.get(key)
         if found is None:
-            found = self.found[key] = reshard(*key, self.assignment.axes if in_time is None else self.mesh)
+            try:
+                found = self.found[key] = reshard(*key, self.assignment.axes if in_time is None else self.mesh)
+            except NoSteps as error:
+                raise NoSteps(f"{op} takes {tensor} as {wanted}, not as {have}: {error}") from None
         size = tensor.element_bytes * routing_excess(key[0].roles, have, wanted)
         return InsertedReshard(name, op, found, size, tensor.requires_grad, in_time)
 

@@ -15,6 +15,7 @@ from autopar.solver.infeasible import NoFeasiblePlan, conflicting, spans_of
 from autopar.solver.model.build import plan_of
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, Hinges, Sum
 from autopar.solver.search.elimination import Elimination
+from autopar.solver.search.joined_axes import MOST_AXES
 from autopar.solver.search.phases import Incumbent, SearchPhases, search_least_memory
 
 __all__ = ["infeasible_error"]
@@ -23,10 +24,15 @@ __all__ = ["infeasible_error"]
 def infeasible_error(work: SearchPhases) -> AutoparError:
     """Return the error for a search without a plan. Conflicting lines are searched until the deadline."""
     incumbent = work.incumbent
-    broken = None if incumbent.broken is None else _broken(work, incumbent.bound_layout)
-    if broken is not None:
-        return _conflict(work, broken)
-    if not math.isfinite(incumbent.least_bytes):
+    fits_none = not math.isfinite(incumbent.least_bytes)
+    if len(incumbent.setting.used) > MOST_AXES:  # the model of all choices takes too long to build
+        if incumbent.broken is not None and fits_none:
+            return incumbent.broken
+    elif incumbent.broken is not None or fits_none:
+        broken = _broken(work, incumbent.bound_layout)
+        if broken is not None:
+            return _conflict(work, broken)
+    if fits_none:
         what = f"no plan that fits in {size_text(incumbent.limit)} on each device was found within the time limit"
         return NoFeasiblePlan(what, fix=f"fix: more time, {_fix(incumbent)}")
     lines: list[str] = []
@@ -80,12 +86,12 @@ def _conflict(work: SearchPhases, broken: LayoutError) -> LayoutError:
 
 
 def _broken(work: SearchPhases, bound_layout: BoundLayout) -> LayoutError | None:
-    """Return the contract that the plan breaks which breaks fewest; None if it keeps all."""
+    """Return what the plan breaks which breaks least: a contract, or a reshard without steps; None if nothing."""
     other = _other(work, bound_layout)
     model = other.model()
     weights = 1e-9 * Hinges.of(work.setting).base
     weights[Sum.FORBIDDEN] = FORBIDDEN_SECONDS
-    other.incumbent.keeps_contracts(plan_of(model, Elimination.of(model).candidate(weights)))
+    other.incumbent.can_run(plan_of(model, Elimination.of(model).candidate(weights)))
     return other.incumbent.broken
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.solve import SolvedPlan, solve_plan
 from examples.gpt import gpt
 from examples.resnet import resnet
+from tests.runtime.combined_models import MODELS, SEQ, batch_of
 
 CLUSTER = load_cluster("h100")
 
@@ -178,3 +181,17 @@ def test_results_that_need_memory_are_told() -> None:
 
     assert "outputs='loss' leaves out the 512.00 KiB a device" in fix_of(TrainingOptions())
     assert fix_of(TrainingOptions(outputs="loss")) == "fix: more devices, a smaller batch, or more memory"
+
+
+def test_rows_of_experts_that_would_have_to_be_gathered_are_told_with_their_lines() -> None:
+    """The rows are split as the tokens are, and ops with a part of each expert take all of them."""
+    torch.manual_seed(0)
+    small = MODELS["mixtral"]
+    graph = autopar.trace(small.make(), batch_of(small, random.Random(0), 4, SEQ, torch.float32))
+    lines = ["heads -> none", "batch -> dp | none !10", "d_ff -> dp | none !1"]
+    with pytest.raises(LayoutError) as refused:
+        asked(graph, lines)
+    assert refused.value.code == "E7"
+    assert "experts/grouped takes model.layers.0.mlp.experts/dispatch" in str(refused.value)
+    assert shown(refused.value) == [2, 3]
+    assert is_smallest(graph, lines, [2, 3], None, 2)

@@ -19,9 +19,11 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Contract, Recompute
 from autopar.sharding.offload import offloaded
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
+from autopar.sharding.reshard.reshard import NoSteps
 from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver import Floats, Progress, relative_gap
 from autopar.solver.candidates import options_of
@@ -30,6 +32,7 @@ from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.guard_factors import forbid_broken
 from autopar.solver.model.model import Model
+from autopar.solver.model.objective import peak_gib
 from autopar.solver.model.recompute_variables import STATES, layers_of
 from autopar.solver.search.join_buckets import JoinedBuckets
 from autopar.solver.search.joined_axes import MOST_AXES, AxisRoles, JoinedAxes, joined_meshes, ways_of
@@ -120,6 +123,19 @@ class Incumbent:
         """Return whether a plan may be the best, by its time alone: its memory takes longer to price."""
         return self.plan is None or self.setting.least_seconds(self.setting.whole_plan(plan)) < self.seconds
 
+    def breaks(self, error: LayoutError) -> None:
+        """Note that the last plan is none that can be run under the layout."""
+        self.broken, self.is_broken = error, True
+
+    def can_run(self, plan: StepPlan) -> bool:
+        """Return whether steps lead between all shardings of a plan, and it keeps the contracts of the layout."""
+        try:
+            inserted_reshards(self.setting.graph, plan.assignment, plan.options.outputs, plan.options.local_inputs)
+        except NoSteps as error:
+            self.breaks(without_steps(error))
+            return False
+        return self.keeps_contracts(plan)
+
     def keeps_contracts(self, plan: StepPlan) -> bool:
         """Return whether a plan keeps the contracts of the layout; if not, `broken` names the broken one."""
         layout = self.bound_layout.given
@@ -131,13 +147,19 @@ class Incumbent:
             try:
                 check_contracts(layout, self.setting.graph, plan.assignment, sent)
             except LayoutError as error:
-                self.broken, self.is_broken = error, True
+                self.breaks(error)
                 return False
         return True
 
     def tell(self, stage: str, bound: float) -> None:
         if self.progress is not None:
             self.progress(Progress(stage, time.monotonic() - self.began, self.seconds, bound))
+
+
+def without_steps(error: NoSteps) -> LayoutError:
+    """Return the error for a layout under which every plan has a reshard without steps."""
+    fix = "leave more open: the dims of the tokens, or those of the parameters of experts"
+    return layout_error("E5", f"rows of experts are exchanged whole, for whole groups alone; {error}", fix)
 
 
 # Plans of a mesh with joined axes whose choices the whole mesh takes.
@@ -228,7 +250,11 @@ class SearchPhases:
         buckets = JoinedBuckets(model)
 
         def report(chosen: Sequence[int]) -> tuple[float, float]:
-            costs = self.offer(plan_of(model, buckets.joined(chosen)))
+            try:
+                costs = self.offer(plan_of(model, buckets.joined(chosen)))
+            except NoSteps as error:
+                self.incumbent.breaks(without_steps(error))
+                return np.inf, peak_gib(model.sums(chosen))
             return (np.inf if self.incumbent.is_broken else costs.step_seconds), costs.limited_bytes / 2**30
 
         search = LagrangianSearch(model, report, deadline, limit_gib, hint=hint)
