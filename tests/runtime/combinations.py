@@ -74,6 +74,14 @@ SEARCHES = (
 )
 SCHEDULES = ("gpipe", "1f1b", "1f1b(+1)", "interleaved(2)", "zero_bubble")
 RECOMPUTE = ("selective", "full", "full", "offload", "keep(product every 2)")
+# Meshes of other sizes than two and four, by whether they have stages, and the first case that may have one.
+ODD_FROM = 90_000
+ODD_MESHES = {
+    False: ("a=5", "a=3,b=2", "a=2,b=3", "a=2,b=2,c=2"),
+    True: ("pp=3,a=2", "pp=2,a=3", "pp=5", "pp=2,a=2,b=2"),
+}
+# Rows by the number of ranks; of others eight or sixteen.
+BATCHES = {3: (12, 24), 5: (10, 20), 6: (12, 24)}
 HALF = (
     "bf16",
     "bf16",
@@ -144,6 +152,9 @@ def combination(case: int) -> Combination:
     has_stages = draw.random() < 0.25
     mesh, axes = _mesh(draw, ranks, has_stages)
     precision = _precision(draw, name, small)
+    if (odd := _odd_mesh(case, has_stages)) is not None:
+        mesh, axes = odd
+        ranks = Mesh(mesh).size
     searches = draw.random() < 0.1
     before: list[str] = []
     pieces, outputs = draw.random() < 0.15 and small.is_causal, draw.choice(("full", "sharded", "loss"))
@@ -152,14 +163,14 @@ def combination(case: int) -> Combination:
         before.append(f"pipeline pp {'?' if searches and draw.random() < 0.3 else schedule}")
     micro = draw.random() < (0.6 if has_stages else 0.35)
     if micro and not (searches and draw.random() < 0.5):
-        count = draw.choice((2, 2, 3) if ranks == 3 else (2, 2, 4))
+        count = draw.choice((2, 2, 3) if ranks % 3 == 0 else (2, 2, 4))
         # Of few, as the batch has few rows.
         halves = count == 2 and random.Random(f"halves {case}").random() < 0.4
         before.insert(0, f"micro {count}{' halves' * halves}")
     if pieces:
         before.append(f"pieces {draw.choice((2, 3, 4))}")
     layout, has_rows = _layout(draw, small, axes, "a=2" in mesh and outputs != "sharded", searches, before)
-    batch = draw.choice((12, 24)) if ranks == 3 else draw.choice((8, 8, 16))
+    batch = draw.choice(BATCHES.get(ranks, (8, 8, 16)))
     if " pad" in (layout or "") and draw.random() < 0.2:
         batch = draw.choice((5, 7, 9))
     calls = draw.choice((1, 1, 1, 1, 2, 3))
@@ -208,6 +219,16 @@ def _mesh(draw: random.Random, ranks: int, has_stages: bool) -> tuple[str, list[
     if ranks == 4 and draw.random() < 0.7:
         return "a=2,b=2", draw.sample(["a", "b"], 2)
     return f"a={ranks}", ["a"]
+
+
+def _odd_mesh(case: int, has_stages: bool) -> tuple[str, list[str]] | None:
+    """Return the mesh that some cases have in place of a usual one, and its axes that split tensors."""
+    draw = random.Random(f"odd {case}")
+    if case < ODD_FROM or draw.random() > 0.15:
+        return None
+    mesh = draw.choice(ODD_MESHES[has_stages])
+    axes = [axis for axis in Mesh(mesh).whole if axis != "pp"]
+    return mesh, draw.sample(axes, len(axes))
 
 
 def _precision(draw: random.Random, name: str, small: SmallModel) -> str | None:
