@@ -28,7 +28,7 @@ def infeasible_error(work: SearchPhases) -> AutoparError:
     if len(incumbent.setting.used) > MOST_AXES:  # the model of all choices takes too long to build
         if incumbent.broken is not None and fits_none:
             return incumbent.broken
-    elif incumbent.broken is not None or fits_none:
+    elif incumbent.broken is not None or (fits_none and time.monotonic() < work.deadline):
         broken = _broken(work, incumbent.bound_layout)
         if broken is not None:
             return _conflict(work, broken)

@@ -127,10 +127,7 @@ class ReshardSums:
 
     def priced(self, cut: TensorCut, share: float) -> Callable[[Sharding, Sharding], WaySeconds]:
         """Return the function from two shardings of a tensor to the seconds of `way`."""
-        known = self.prices.setdefault(
-            (cut.sizes, cut.by_share, cut.roles, cut.itemsize, cut.halved, share),
-            dict[tuple[Sharding, Sharding], WaySeconds](),
-        )
+        known = self.prices[cut.sizes, cut.by_share, cut.roles, cut.itemsize, cut.halved, share]
         steps_of = self.routes.between(cut.sizes, cut.by_share, cut.roles)
 
         def price(source: Sharding, target: Sharding) -> WaySeconds:
