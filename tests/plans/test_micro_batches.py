@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost.lowered_step import lower_step
+from autopar.ir.precision import PRESETS
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.time_slice import propagate_plan, slice_in_time
@@ -75,6 +76,15 @@ def test_micro_batches_take_less_memory_and_more_time() -> None:
     assert saved[1] == pytest.approx(4 * saved[2], rel=0.01)
     assert plans[0].step_seconds < plans[1].step_seconds < plans[2].step_seconds
     assert plans[0].costs.flops == plans[1].costs.flops == plans[2].costs.flops
+
+
+@pytest.mark.parametrize("precision", list(PRESETS))
+@pytest.mark.parametrize("layout", ["micro 4; batch -> dp; * -> none", "micro 4; pipeline dp 1f1b; * -> none"])
+def test_steps_in_any_precision_are_planned_without_processes(layout: str, precision: str) -> None:
+    """Ranks that scale a loss agree about gradients that overflow: a plan alone has no group for that."""
+    plan = planned(layout, precision=precision)
+    assert plan.decided.options.precision == PRESETS[precision]
+    assert plan.step_seconds > 0.0
 
 
 @pytest.mark.parametrize(("rest", "gathers", "reductions"), [("", 1, 1), ("regather @*; ", 8, 4)])

@@ -74,6 +74,11 @@ class Groups:
             self._found[ordered] = self._group(ordered)
         return self._found[ordered]
 
+    @property
+    def everybody(self) -> str | None:
+        """The name of the group of all ranks; None where there are no processes."""
+        return self.of(self.names).name
+
     def levels(self, axes: tuple[str, ...]) -> tuple[LevelGroups, ...]:
         """Return the groups of all-reduces over some axes that run by level."""
         return tuple(
@@ -152,6 +157,10 @@ class GroupsOfMicroBatch(Groups):
     def of(self, axes: tuple[str, ...]) -> _Group:
         assert MICRO not in axes, f"a collective over {axes}"
         return self.groups.of(axes)
+
+    @property
+    def everybody(self) -> str | None:
+        return None if self._groups is None else self._groups.everybody
 
     def levels(self, axes: tuple[str, ...]) -> tuple[LevelGroups, ...]:
         return () if self._groups is None else self._groups.levels(axes)

@@ -32,7 +32,6 @@ from autopar.lowering.passes.bucket_parameters import loop_with
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard
 from autopar.sharding.schedules import BackwardHalf, StageTask, TaskKind, reductions_after
-from autopar.sharding.sharding import MICRO
 
 __all__ = ["put_in_loops"]
 
@@ -46,9 +45,8 @@ def put_in_loops(
     """Hand buckets to loops, in place; `graph` is made from the traced one."""
     every = [one for one in modules.values() if isinstance(one, MicroBatchLoop | PipelineLoop)]
     if every and any(tensor.dtype is torch.float16 for tensor in traced.tensors.values()):
-        everybody = groups.of(tuple(axis for axis in groups.coordinate if axis != MICRO)).name
         for each in every:
-            each.everybody = everybody
+            each.everybody = groups.everybody
     # A loss of each rank alone may get another gradient on each.
     is_common = outputs not in ("local", "local_sum")
     found: dict[Node, list[LoopBucket]] = {}
