@@ -263,12 +263,13 @@ def shares_along(
 
 
 def greedy(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return whole numbers of samples: each next one goes to the place that would end first."""
+    """Return whole numbers of samples: each next one goes to the place that would end first; none to speed 0."""
     counts = [int(samples * speed / sum(speeds)) for speed in speeds]
+    running = [i for i, speed in enumerate(speeds) if speed]
     # The places that would end last give back what rounding gave too many.
     while sum(counts) > samples:
-        counts[max(range(len(counts)), key=lambda i: counts[i] / speeds[i])] -= 1
-    waiting = [((one + 1) / speed, i) for i, (one, speed) in enumerate(zip(counts, speeds, strict=True))]
+        counts[max(running, key=lambda i: counts[i] / speeds[i])] -= 1
+    waiting = [((counts[i] + 1) / speeds[i], i) for i in running]
     heapq.heapify(waiting)
     for _ in range(samples - sum(counts)):
         _, i = heapq.heappop(waiting)

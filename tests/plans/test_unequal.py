@@ -47,6 +47,15 @@ def test_a_search_takes_shares_by_speed_itself() -> None:
     assert "unequal ranks" not in alike.summary()
 
 
+@pytest.mark.parametrize("layout", ["micro 4; batch -> dp by 3:1; * -> none", "batch -> dp by 100:1; * -> none"])
+def test_a_plan_that_leaves_a_rank_without_samples_is_read_as_it_was_written(layout: str) -> None:
+    model, inputs = mlp(batch=8, device="meta")
+    plan = autopar.plan(model, "dp=2", inputs, layout=layout, cluster="h100", cache=False)
+    assert "batch -> dp by 1:0" in plan.text
+    again = autopar.Plan.read(plan.text, plan.graph)
+    assert (again.decided, again.costs) == (plan.decided, plan.costs)
+
+
 def test_by_speed_becomes_numbers_of_the_cluster() -> None:
     model, inputs = mlp(batch=96, device="meta")
     graph = autopar.trace(model, inputs)

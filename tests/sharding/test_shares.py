@@ -33,6 +33,7 @@ def graph() -> NamedGraph:
         (7, (2, 1), (5, 2)),
         (3, (1, 1), (2, 1)),
         (1, (1, 5), (0, 1)),
+        (6, (2, 0, 1), (4, 0, 2)),
         (256, (990,) * 4 + (312,) * 4, (49, 49, 49, 49, 15, 15, 15, 15)),
         (64, (1,) * 63 + (2 / 3,), (1,) * 64),
     ],
@@ -85,6 +86,7 @@ def test_first_atoms_of_the_dim_are_marked(graph: NamedGraph) -> None:
     "text",
     [
         "batch -> pod by 12:4\n",
+        "batch -> pod by 0:4\n",
         "batch -> pod by speed | none !1\n",
         "input { batch -> pod*dp by 3:1, seq -> none }\n",
         "@tokens/embedding[batch -> pod by 3:1, * -> none]\n",
@@ -101,7 +103,7 @@ def test_text(text: str) -> None:
     [
         ("batch -> pod by", {"pod": 2}, "E0: expected 'speed', or whole numbers as in 'by 12:4', found ';'"),
         ("batch -> pod by 1.5:1", {"pod": 2}, "E0: expected 'speed', or whole numbers as in 'by 12:4', found '1.5'"),
-        ("batch -> pod by 0:4", {"pod": 2}, "E0: a share is at least 1"),
+        ("batch -> pod by 0:0", {"pod": 2}, "E0: all shares are 0"),
         ("batch -> pod by spede", {"pod": 2}, "E0: expected 'speed', or whole numbers"),
         ("batch -> pod pad by 3:1", {"pod": 2}, "E0: 'pad' and 'by' both say how long shards are"),
         ("batch -> pod? by 3:1", {"pod": 2}, "E0: '?' and 'by' both say how long shards are"),

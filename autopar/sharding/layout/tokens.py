@@ -210,12 +210,11 @@ def read_shares(reader: TokenReader) -> tuple[int, ...] | Literal["speed"] | Non
     if reader.is_a("name") and reader.token.text == "speed":
         reader.advance()
         return "speed"
-    numbers: list[int] = []
+    place, numbers = reader.token.span, list[int]()
     while not numbers or reader.accept(":"):
-        place = reader.token.span
         numbers.append(reader.expect_integer("'speed', or whole numbers as in 'by 12:4'"))
-        if numbers[-1] < 1:
-            raise layout_error("E0", "a share is at least 1", "write whole numbers, as in 'by 12:4'", place)
+    if not any(numbers):
+        raise layout_error("E0", "all shares are 0", "write whole numbers, as in 'by 12:4'", place)
     return tuple(numbers)
 
 
