@@ -270,6 +270,16 @@ def test_tied_parameters_are_priced_as_they_are_sent(mesh: str, layout: str) -> 
         assert max(reducing) == pytest.approx(parts[0][-1].end_seconds + sending)
 
 
+def test_values_that_a_stage_receives_are_resharded_where_they_are_made() -> None:
+    """The bias of positions under a mask: in designs of the search the second stage sends it to the first."""
+    sizes = {"decoder_start_token_id": 0, "dropout_rate": 0.0, "num_layers": 3, "num_decoder_layers": 3}
+    model, inputs = hf("t5", batch=16, seq=16, device="meta", **sizes)
+    inputs = {"input_ids": inputs["input_ids"], "labels": inputs["input_ids"]}
+    layout = "micro 2; pipeline pp 1f1b; seq -> sp pad | none !19; heads -> none; head_dim -> none; * -> none"
+    plan = autopar.plan(model, "pp=2,sp=2", inputs, layout=layout, cluster="h100", cache=False, time_limit=3)
+    assert len(plan.costs.stages) == 2
+
+
 @pytest.mark.parametrize(("mesh", "layout"), TIED)
 def test_tied_parameters_are_stored_once(mesh: str, layout: str) -> None:
     graph = traced(gpt, layers=4, vocab=104, batch=8)

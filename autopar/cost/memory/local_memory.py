@@ -6,7 +6,7 @@ footprint. A lowered op, with collectives inside, runs other ops: its lowering r
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from math import prod
 from operator import itemgetter
@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from autopar.cost.compute.op_time import local_bytes, longest_of, share_of
 from autopar.cost.lowered_step import LoweredStep, Version
+from autopar.cost.memory.version_uses import last_uses
 from autopar.ir.analysis.op_memory import Footprint, fake_input, measure
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
@@ -34,7 +35,7 @@ from autopar.sharding.lowered_ops import LoweredOpContext
 from autopar.sharding.lowered_ops.base import OpMessage, Send
 from autopar.sharding.lowered_ops.ring_attention import RingPass
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
-from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, ReshardPlan
+from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
 from autopar.sharding.sharding import Sharding, atoms_of
 
 # Ops whose memory is no share of that of the whole op: gradients of all keys, logits of some rows.
@@ -308,6 +309,8 @@ class LiveState:
         # Recomputed ops whose operands must be kept for the recompute.
         self.reading = step.reading
         self.schedule = step.schedule
+        # Versions that come out of buckets or from other stages.
+        self.given = {one.version for one in self.received}.union(self.schedule.versions)
         self.sizes: dict[Version, float] = {}
         self.storages = Storages()
         self.values: dict[Version, int] = {}
@@ -354,9 +357,13 @@ class LiveState:
         """Return the bytes of a version in another dtype than that of the compute."""
         return self._bytes(version) / self.graph.tensors[version[0]].dtype.itemsize * dtype.itemsize
 
-    def _before(self, node: NamedNode) -> tuple[InsertedReshard, ...]:
-        """Return the reshards before an op, also those that an op of another stage needs first."""
-        return (*self.elsewhere.get(node.name, ()), *self.reshard_plan.ops[node.name].before)
+    def _before(self, node: NamedNode) -> list[InsertedReshard]:
+        """Return the reshards before an op that no bucket joins, also those that an op of another stage needs first.
+
+        A received value was resharded on the stage that sent it.
+        """
+        every = (*self.elsewhere.get(node.name, ()), *self.reshard_plan.ops[node.name].before)
+        return [one for one in every if (one.tensor, one.target) not in self.given]
 
     def _halo_copies(self, reshards: OpReshards) -> dict[int, int]:
         """Return the copy of the first operand with its neighbours' edges, where the op exchanges halos."""
@@ -419,32 +426,3 @@ class LiveState:
         flat = self.storages.new(sum(self._sent_bytes(one, one.target) for one in bucket.members))
         self.storages.touch(sum(self._sent_bytes(one, one.source) for one in bucket.members))
         return flat
-
-
-def last_uses(
-    nodes: Iterable[NamedNode], reshard_plan: ReshardPlan, elsewhere: Mapping[str, Sequence[InsertedReshard]]
-) -> dict[Version, str]:
-    """Return the last op that uses each version; results of the module have no end.
-
-    `elsewhere` has more reshards before some ops.
-    """
-    found: dict[Version, str] = {}
-    for node in nodes:
-        reshards = reshard_plan.ops[node.name]
-        for version in reshards.operands:
-            if version is not None:
-                found[version] = node.name
-        for one in (*elsewhere.get(node.name, ()), *reshards.before, *reshards.after):
-            found[one.tensor, one.source] = node.name
-    for one in reshard_plan.outputs:
-        found[one.tensor, one.source] = ""
-    found.update((result, "") for result in reshard_plan.results if result is not None)
-    return found
-
-
-def differentiable_results(graph: NamedGraph, reshard_plan: ReshardPlan) -> list[Version]:
-    """Return the results with a gradient: the loss where one is scalar, else all."""
-    found = [version for version in reshard_plan.results if version is not None]
-    found = [version for version in found if graph.tensors[version[0]].requires_grad]
-    scalars = [version for version in found if not graph.tensors[version[0]].shape]
-    return scalars or found

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from autopar.cost.lowered_step import LoweredStep, Version
 from autopar.cost.memory.host_memory import HostStorages
 from autopar.cost.memory.kept_copies import kept_copies
-from autopar.cost.memory.local_memory import LiveState, differentiable_results
+from autopar.cost.memory.local_memory import LiveState
+from autopar.cost.memory.version_uses import differentiable_results
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.buckets import Bucket, copied
 from autopar.sharding.options import sum_dtype
@@ -85,8 +86,7 @@ class ForwardMemory(LiveState):
         for bucket in self.schedule.of_op.get(node.name, ()):
             self._gather(bucket)
         for one in self._before(node):
-            if (one.tensor, one.target) not in self.schedule.versions:
-                self._reshard(one)
+            self._reshard(one)
         for operand in reshards.operands:
             if operand is not None and operand not in self.values:  # the bucket of a parameter of several stages
                 self.values[operand] = self.storages.new(self._bytes(operand))
@@ -309,8 +309,7 @@ class StepMemory(ForwardMemory):
             for made in self.pending.pop(version, ()):
                 self._accumulate(version, made)
         for one in reversed(self._before(node)):
-            if (one.tensor, one.target) not in self.schedule.versions:
-                self._reshard_gradient(one)
+            self._reshard_gradient(one)
         complete = {tensor.name for tensor in self.first_uses.get(node.name, ())}
         for version in reshards.operands:
             if version is not None and version[0] in complete:
