@@ -2,6 +2,7 @@
 
 python -m benchmarks.combinations --cases 200          # all of them
 python -m benchmarks.combinations --case 4711          # one case again, with all that is known of it
+python -m benchmarks.combinations --plans --cases 200  # plans alone, which need no processes
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from tests.runtime.combinations import combination
 from tests.runtime.combined_models import MODELS
+from tests.runtime.combined_plans import plan_cases
 from tests.runtime.combined_steps import CaseOutcome, run_cases
 from tests.runtime.launcher import launch
 
@@ -32,6 +34,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first (default 0)")
     parser.add_argument("--case", type=int, nargs="+", help="run these cases alone")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="leave out the cases of other models")
+    parser.add_argument("--plans", action="store_true", help="plan, write and read the plan; run nothing")
     asked = parser.parse_args()
     os.environ.setdefault("AUTOPAR_VERIFY", "1")  # the invariants between stages are checked too
     cases = asked.case or range(asked.first, asked.first + asked.cases)
@@ -39,7 +42,7 @@ def main() -> int:
     kinds: Counter[str] = Counter()
     reasons: dict[str, list[int]] = defaultdict(list)
     begun = time.monotonic()
-    for one in outcomes(cases):
+    for one in plan_cases(cases) if asked.plans else outcomes(cases):
         kinds[one.kind] += 1
         if one.kind == "refused":
             reasons[re.sub(r"'[^']*'|\S*[@/_\d]\S*|\[[^]]*\]", "…", one.detail)].append(one.case)

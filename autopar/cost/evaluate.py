@@ -72,7 +72,8 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
             f"the plan is for another graph than this one ({plan.graph}, not {graph.fingerprint})\n"
             "fix: trace the model with the inputs that the plan was made for, or plan again"
         )
-    costs, behind = _of_replicas(lower_step(graph, plan), cluster)
+    # A search looks at the shards of one kind of ranks; each stage takes the memory of the longest ones.
+    costs, behind = _of_replicas(lower_step(graph, plan.seen({})), cluster)
     step = costs.step_seconds
     if plan.drift is not None:
         meetings = meeting_costs(graph, plan, plan.drift, cluster, step, behind)
@@ -253,10 +254,7 @@ def priced_parts(lowered: LoweredStep, cluster: Cluster, firsts: Sequence[int]) 
 def seen_by(lowered: LoweredStep, kind: RankKind) -> LoweredStep:
     """Return a step as the ranks of one kind run it: with their share of the samples."""
     plan = lowered.plan
-    if plan.axes.shares is None:
-        return lowered
-    assignment = replace(plan.assignment, axes=plan.axes.seen(kind.coordinate))
-    return replace(lowered, plan=replace(plan, assignment=assignment))
+    return lowered if plan.axes.shares is None else replace(lowered, plan=plan.seen(kind.coordinate))
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,11 @@ class StepPlan:
         """Return the plan that recomputes exactly these layers, given by their module paths."""
         return replace(self, assignment=replace(self.assignment, recompute=levels))
 
+    def seen(self, coordinate: Mapping[str, int]) -> StepPlan:
+        """Return the plan with the shards of the rank at a coordinate; without one, with the longest shards."""
+        axes = self.axes.seen(coordinate)
+        return self if axes == self.axes else replace(self, assignment=replace(self.assignment, axes=axes))
+
     def with_options(self, options: TrainingOptions) -> StepPlan:
         """Return a plan of the same assignment with these options."""
         return replace(self, options=options)

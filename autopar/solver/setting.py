@@ -44,7 +44,8 @@ class MicroBatchedCall:
     def plan(self, plan: StepPlan) -> StepPlan:
         """Return the plan of the call, from that of one micro-batch."""
         options = replace(plan.options, micro_batches=1)
-        assignment = replace(gathered_where_used(plan.assignment), pipelining=self.pipelining)
+        gathered, halves = gathered_where_used(plan.assignment), self.micro.halves
+        assignment = replace(gathered, pipelining=self.pipelining, halves=halves)
         return StepPlan(self.graph.fingerprint, assignment, options, self.micro)
 
     @property

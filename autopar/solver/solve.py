@@ -107,10 +107,9 @@ def solve_plan(
         incumbent = _incumbent(graph, axes, cluster, layout, memory_bytes, options, began, progress)
         found = _solved(incumbent, time_limit, warm or {}, strategies, beat_seconds, solver, until_one_fits)
         settle_stages(incumbent, layout or Layout(()), axes)
-        plan = incumbent.plan or found.plan
-        # The search prices the ranks of one kind; the plan is for all.
-        assignment = replace(plan.assignment, axes=plan.axes.seen({}))
-        return replace(found, plan=replace(plan, assignment=assignment), costs=incumbent.costs or found.costs)
+        # The search has the shards of one kind of ranks; the plan is for all.
+        plan = (incumbent.plan or found.plan).seen({})
+        return replace(found, plan=plan, costs=incumbent.costs or found.costs)
 
 
 def request_program(

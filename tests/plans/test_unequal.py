@@ -56,6 +56,15 @@ def test_a_plan_that_leaves_a_rank_without_samples_is_read_as_it_was_written(lay
     assert (again.decided, again.costs) == (plan.decided, plan.costs)
 
 
+def test_stages_have_the_memory_of_their_longest_shards() -> None:
+    """The search looks at the fastest ranks, so that its bound is one; its costs are those of all ranks."""
+    model, inputs = gpt(batch=16, device="meta")
+    layout = "micro 2; pipeline pp ?; batch -> dp by 3:1; * -> none"
+    plan = autopar.plan(model, "pp=2,dp=2", inputs, layout=layout, cluster="h100", cache=False)
+    assert plan.decided.axes.shares is not None
+    assert plan.costs == autopar.evaluate(plan.graph, plan.decided, plan.cluster)
+
+
 def test_by_speed_becomes_numbers_of_the_cluster() -> None:
     model, inputs = mlp(batch=96, device="meta")
     graph = autopar.trace(model, inputs)

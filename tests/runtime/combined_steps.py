@@ -33,7 +33,7 @@ from tests.runtime.combinations import Combination, combination
 from tests.runtime.combined_models import SEQ, Inputs, batch_of, loss_of
 from tests.runtime.training import whole
 
-__all__ = ["CaseOutcome", "run_cases"]
+__all__ = ["CaseOutcome", "dtype_of", "model_of", "reason_of", "run_cases"]
 
 STEPS = 3
 SCALE = 2.0**8  # of a loss in float16
@@ -99,15 +99,33 @@ def _outcome(one: Combination) -> tuple[str, str]:
     try:
         _Run(one, found).steps()
     except AutoparError as error:  # the same on all ranks
-        return "refused", _reason(error)
+        return "refused", reason_of(error)
     return ("right", f"{found.where}") if found.ratio <= 1 else ("wrong", "; ".join([found.where, *found.others[:6]]))
 
 
-def _reason(error: AutoparError) -> str:
+def reason_of(error: AutoparError) -> str:
     """Return a refusal as its code and first line."""
     first = " ".join(str(error).split("\n")[:1])
     code = error.code if isinstance(error, LayoutError) else type(error).__name__
     return f"{code}: {first.removeprefix(f'{code}: ')[:300]}"
+
+
+def dtype_of(one: Combination) -> torch.dtype:
+    """The dtype of a case's model: products by group have no kernel in float64."""
+    return torch.float32 if one.precision is not None or one.small.routes_rows else torch.float64
+
+
+def model_of(one: Combination, seed: int) -> nn.Module:
+    """The model of a case, with weights of this seed."""
+    torch.manual_seed(seed)
+    model = one.small.make().to(dtype_of(one)).train()
+    if one.has_frozen:
+        frozen = random.Random(one.case)
+        for parameter in list(model.parameters()):
+            parameter.requires_grad_(parameter.requires_grad and frozen.random() < 0.6)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            next(model.parameters()).requires_grad_()
+    return model
 
 
 class _Run:
@@ -116,28 +134,17 @@ class _Run:
     def __init__(self, one: Combination, found: _Differences) -> None:
         self.one, self.found = one, found
         self.draw = random.Random(f"steps {one.case}")
-        self.dtype = torch.float32 if one.precision is not None or one.small.routes_rows else torch.float64
+        self.dtype = dtype_of(one)
         self.is_half = one.precision is not None and one.precision not in ("fp32", "fp64")
         # Rounding to half precision changes statistics of a small batch so much that steps drift apart.
         self.is_chaotic = self.is_half and one.small.has_batch_statistics
-        self.model = self._made(0)
+        self.model = model_of(one, 0)
         # The exact one computes in float64 where it can.
         self.exact = self.model if one.small.routes_rows else copy.deepcopy(self.model).double()
         self.batch = (one.batch, SEQ)
         self.parallel = self._parallel(copy.deepcopy(self.model), one.layout)
         self.optimizers = [self._optimizer(self.exact), self._optimizer(self.parallel)]
         self.scale = SCALE if one.precision == "fp16" else 1.0
-
-    def _made(self, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        model = self.one.small.make().to(self.dtype).train()
-        if self.one.has_frozen:
-            frozen = random.Random(self.one.case)
-            for parameter in list(model.parameters()):
-                parameter.requires_grad_(parameter.requires_grad and frozen.random() < 0.6)
-            if not any(parameter.requires_grad for parameter in model.parameters()):
-                next(model.parameters()).requires_grad_()
-        return model
 
     def _inputs(self, batch: int, seq: int) -> Inputs:
         return batch_of(self.one.small, self.draw, batch, seq, self.dtype)
@@ -288,7 +295,7 @@ class _Run:
         """Go on with another module of other weights, which loads the state of the first one."""
         one, old = self.one, self.parallel
         layout = one.layout if one.next_layout is None else one.next_layout
-        fresh = self._parallel(self._made(1), layout)
+        fresh = self._parallel(model_of(one, 1), layout)
         optimizer = self._optimizer(fresh)
         if one.reloaded == "full":
             state = old.full_state_dict()

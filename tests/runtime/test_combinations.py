@@ -1,6 +1,6 @@
 """Combinations of features that are tested one by one elsewhere, beside one process.
 
-`python -m benchmarks.combinations --cases 200` runs more of them, and `--case N` one again.
+`python -m benchmarks.combinations --cases 200` runs more of them, `--case N` one again, and `--plans` plans them alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopar.lowering.modules import bucket_ends
 from tests.runtime.combinations import combination
+from tests.runtime.combined_plans import plan_cases
 from tests.runtime.combined_steps import CaseOutcome, run_cases
 from tests.runtime.launcher import launch
 
@@ -21,6 +22,8 @@ FAST = {
     2: (9056, 9060, 9113, 9125, 9136, 9145, 9151),
     4: (9010, 9027, 9046),
 }
+# Planned, and not run.
+PLANNED = (1293, 90033, 90326)
 FAULTY = 9053
 PER_LAUNCH = 12
 MANY = range(20_000, 20_030)
@@ -35,6 +38,18 @@ def test_some_combinations(ranks: int) -> None:
     found = launch(run_cases, FAST[ranks], ranks=ranks)
     assert not failed(found), failed(found)
     assert all(one.kind == "right" for rank in found for one in rank), [str(one) for one in found[0]]
+
+
+def test_some_plans() -> None:
+    found = list(plan_cases(PLANNED))
+    assert all(one.kind == "right" for one in found), [str(one) for one in found]
+
+
+@pytest.mark.slow
+def test_many_plans() -> None:
+    found = list(plan_cases(MANY))
+    assert not [str(one) for one in found if one.kind not in ("right", "refused")]
+    assert sum(one.kind == "right" for one in found) > len(found) / 2
 
 
 def launches() -> list[tuple[int, ...]]:
