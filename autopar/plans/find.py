@@ -37,9 +37,8 @@ from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Limit, MeshStatement, MicroBatches, OpenMicroBatches
 from autopar.sharding.options import Outputs, TrainingOptions
 from autopar.sharding.pipelining import needs_micro_batches
-from autopar.sharding.propagation import propagate
 from autopar.sharding.schedules import Schedule
-from autopar.sharding.time_slice import propagate_plan, step_plan
+from autopar.sharding.time_slice import propagate_plan
 from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.integer.choice import SEARCH, SolverChoice
@@ -373,9 +372,10 @@ def _plan_of(
     plan = Plan(
         graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within, bound_by=solved.bound_by
     )
-    if decided.assignment.pipelining is not None:
+    read = plan.written.read if decided.micro is not None else None
+    if read is not None:
         # The stages that run follow from the text: which ops vary in time depends on all shardings.
-        again = step_plan(graph, plan.layout, propagate(graph, plan.layout, mesh.whole)).with_options(decided.options)
+        again = read.with_options(decided.options)
         plan = plan if again == decided else replace(plan, decided=again)
     if plan.decided == decided:
         assert not verifying() or plan.costs == solved.costs, "a plan costs what it cost in the search"

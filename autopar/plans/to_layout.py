@@ -2,12 +2,13 @@
 
 First come few rules that cover most (`fit_rules`), then a pin for each tensor that they get wrong. Propagation then
 shows the choices it would take: ops that decide otherwise are pinned, and broadcasts that begin elsewhere. Pins may
-move other broadcasts, so this repeats until nothing differs.
+move other broadcasts, so this repeats until nothing differs. In micro-batches ops are smaller, and may decide otherwise
+than in a whole batch: at the end the layout is propagated as it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.ir.graph import NamedGraph
@@ -15,13 +16,14 @@ from autopar.ir.values import NamedNode
 from autopar.mesh import Mesh, SubMesh
 from autopar.plans.fit_rules import TensorAxes, axes_by_tensor, bare_rules, is_uneven, rules_for, word_of
 from autopar.plans.format import cover
-from autopar.sharding.assignment import Assignment
+from autopar.sharding.assignment import Assignment, StepPlan
 from autopar.sharding.choices import BROADCAST, Choice, can_split
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import (
     Axes,
     Block,
     DimRule,
+    DriftStatement,
     GatherStatement,
     MeshStatement,
     OpPin,
@@ -35,6 +37,7 @@ from autopar.sharding.layout.syntax import (
 )
 from autopar.sharding.propagation import PropagationCache, propagate_partly
 from autopar.sharding.shares import marked_for, with_numbers
+from autopar.sharding.time_slice import propagate_plan
 
 # Rounds before all ops and values are pinned; pins may change where other broadcasts begin.
 ROUNDS = 8
@@ -53,6 +56,8 @@ class WrittenLayout:
     tensors: tuple[Statement, ...]
     ops: tuple[Statement, ...]
     holds: tuple[Statement, ...]
+    # The plan that propagation makes of them, where it runs micro-batches.
+    read: StepPlan | None = None
 
     @property
     def layout(self) -> Layout:
@@ -64,7 +69,9 @@ def write_layout(
 ) -> WrittenLayout:
     """Return the layout from which `propagate` makes this assignment; `in_time` are its statements about time."""
     head = MeshStatement(mesh or Mesh(**assignment.axes))
-    found = _LayoutWriter(marked_for(graph, assignment.axes), assignment).run()
+    # The assignment is that of one replica, which does not drift.
+    of_replica = Layout(tuple(one for one in in_time if not isinstance(one, DriftStatement)))
+    found = _LayoutWriter(marked_for(graph, assignment.axes), assignment, of_replica).run()
     rules, tensors = (with_numbers(statements, assignment.axes) for statements in (found.rules, found.tensors))
     return replace(found, mesh=(head, *in_time), rules=rules, tensors=tensors)
 
@@ -73,6 +80,7 @@ def write_layout(
 class _LayoutWriter:
     graph: NamedGraph
     assignment: Assignment
+    in_time: Layout
     # Names of ops with a pin.
     pinned: set[str] = field(default_factory=set)
     # Names of values whose pin sets partial sums or broadcasts.
@@ -92,13 +100,26 @@ class _LayoutWriter:
         for count in range(ROUNDS + 1):
             tensors = tuple(self._tensors(right))
             found = WrittenLayout((), rules, tensors, tuple(self._ops()), holds)
-            if not self._pin_what_differs(found.layout):
-                return found
+            made = propagate_partly(self.graph, found.layout, self.axes, self.assignment, self.known)
+            if not self._pin_what_differs(*made):
+                read = self._read(found)
+                # What cannot be said of micro-batches is as it is read.
+                is_last = count == ROUNDS
+                if read is None or is_last or not self._pin_what_differs(read.assignment, frozenset()):
+                    return replace(found, read=read)
             if count == ROUNDS - 1:
                 # Pins of everything end the loop: what is left undecided then is a bug.
                 self.pinned |= {node.name for node in self.graph.nodes}
                 self.stated |= {name for name, entry in self.tensor_axes.items() if entry.partial or entry.broadcast}
         raise AssertionError("these decisions are none that a layout comes to")
+
+    def _read(self, found: WrittenLayout) -> StepPlan | None:
+        """Return the plan that propagation makes of a layout in micro-batches; None without micro-batches."""
+        if self.in_time.micro_batches is None:
+            return None
+        pipelining = self.assignment.pipelining
+        axes = self.axes if pipelining is None else pipelining.mesh
+        return propagate_plan(self.graph, Layout((*self.in_time, *found.layout)), axes, self.known)
 
     def _right_roles(self, rules: Layout) -> Mapping[str, frozenset[str]]:
         """Return by tensor the roles that rules without tensor names get right."""
@@ -111,9 +132,8 @@ class _LayoutWriter:
             found[name] = known[key]
         return found
 
-    def _pin_what_differs(self, layout: Layout) -> bool:
+    def _pin_what_differs(self, found: Assignment, undecided: Collection[str]) -> bool:
         """Pin what propagation decides otherwise; return True if anything differed."""
-        found, undecided = propagate_partly(self.graph, layout, self.axes, self.assignment, self.known)
         differs = False
         for node in self.graph.nodes:
             wanted, got = self.assignment.ops[node.name], found.ops[node.name]

@@ -23,7 +23,7 @@ FAST = {
     4: (9010, 9027, 9046),
 }
 # Planned, and not run.
-PLANNED = (1293, 90033, 90326)
+PLANNED = (1293, 20011, 90033, 90326, 90571)
 FAULTY = 9053
 PER_LAUNCH = 12
 MANY = range(20_000, 20_030)
