@@ -18,12 +18,12 @@ from autopar.plans.fit_rules import TensorAxes, axes_by_tensor, bare_rules, is_u
 from autopar.plans.format import cover
 from autopar.sharding.assignment import Assignment, StepPlan
 from autopar.sharding.choices import BROADCAST, Choice, can_split
+from autopar.sharding.layout.drift import DriftStatement
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import (
     Axes,
     Block,
     DimRule,
-    DriftStatement,
     GatherStatement,
     MeshStatement,
     OpPin,
