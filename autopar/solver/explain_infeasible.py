@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from autopar.cost.memory.peak import size_text
@@ -11,7 +12,7 @@ from autopar.errors import AutoparError, LayoutError
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import excerpts, layout_error
-from autopar.solver.infeasible import NoFeasiblePlan, conflicting, spans_of
+from autopar.solver.infeasible import NoFeasiblePlan, OutOfTime, conflicting, spans_of
 from autopar.solver.model.build import plan_of
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, Hinges, Sum
 from autopar.solver.search.elimination import Elimination
@@ -21,15 +22,27 @@ from autopar.solver.search.phases import Incumbent, SearchPhases, search_least_m
 __all__ = ["infeasible_error"]
 
 
+# Seconds that an explanation may take, also where the search was shorter.
+LEAST_SECONDS = 10.0
+
+
 def infeasible_error(work: SearchPhases) -> AutoparError:
-    """Return the error for a search without a plan. Conflicting lines are searched until the deadline."""
+    """Return the error for a search without a plan, told in no more time than the search had.
+
+    Conflicting lines are searched until the deadline.
+    """
     incumbent = work.incumbent
+    until = time.monotonic() + max(LEAST_SECONDS, work.deadline - incumbent.began)
+    work = replace(work, gives_up=until, until_one_fits=False)
     fits_none = not math.isfinite(incumbent.least_bytes)
     if len(incumbent.setting.used) > MOST_AXES:  # the model of all choices takes too long to build
         if incumbent.broken is not None and fits_none:
             return incumbent.broken
     elif incumbent.broken is not None or (fits_none and time.monotonic() < work.deadline):
-        broken = _broken(work, incumbent.bound_layout)
+        try:
+            broken = _broken(work, incumbent.bound_layout)
+        except OutOfTime:
+            broken = incumbent.broken
         if broken is not None:
             return _conflict(work, broken)
     if fits_none:
@@ -37,7 +50,10 @@ def infeasible_error(work: SearchPhases) -> AutoparError:
         return NoFeasiblePlan(what, fix=f"fix: more time, {_fix(incumbent)}")
     lines: list[str] = []
     is_late = incumbent.cannot_fit and time.monotonic() > work.deadline
-    said = "" if incumbent.bound_layout.is_empty or is_late else _without_the_layout(work, lines)
+    said = ""
+    if not (incumbent.bound_layout.is_empty or is_late):
+        with suppress(OutOfTime):
+            said = _without_the_layout(work, lines)
     what = (
         f"no plan was found that fits in {size_text(incumbent.limit)} on each device: the least that was found takes "
         f"{size_text(incumbent.least_bytes)}{said}"
@@ -70,7 +86,10 @@ def _conflict(work: SearchPhases, broken: LayoutError) -> LayoutError:
         last = found or last
         return found is None
 
-    lines, is_smallest = conflicting(work.incumbent.bound_layout, can_be_had, work.deadline)
+    try:
+        lines, is_smallest = conflicting(work.incumbent.bound_layout, can_be_had, work.deadline)
+    except OutOfTime:
+        lines, is_smallest = (), False
     if len(lines) < 2:
         return last
     what = "these lines cannot all be had; without any one of them, the others can"
@@ -127,4 +146,4 @@ def _least(work: SearchPhases, bound_layout: BoundLayout) -> Incumbent:
 def _other(work: SearchPhases, bound_layout: BoundLayout) -> SearchPhases:
     """Return the same search under another layout, with an incumbent of its own."""
     incumbent = Incumbent(work.setting, work.incumbent.limit, work.incumbent.began, None, bound_layout)
-    return replace(work, bound_layout=bound_layout, incumbent=incumbent, gives_up=math.inf)
+    return replace(work, bound_layout=bound_layout, incumbent=incumbent)

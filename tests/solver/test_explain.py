@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.syntax import COLLECTIVES
 from autopar.sharding.options import TrainingOptions
+from autopar.solver import explain_infeasible
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.solve import SolvedPlan, solve_plan
 from examples.gpt import gpt
@@ -100,6 +102,17 @@ def test_lines_that_conflict_with_the_limit_on_memory_are_told_and_no_others(gra
     assert is_smallest(graph, lines, [2], limit, 4)
     assert refused.value.least_bytes is not None
     assert asked(graph, lines, refused.value.least_bytes, 4).costs.memory.peak_bytes <= refused.value.least_bytes
+
+
+def test_no_more_than_the_search_took_is_spent_on_lines_to_blame(graph: NamedGraph) -> None:
+    """On many axes the model without the layout takes minutes to build."""
+    free = solve_plan(graph, {"dp": 4}, CLUSTER, time_limit=3600)
+    layout, limit = parse_layout("batch -> dp; opt { * -> none }"), 0.4 * free.costs.memory.peak_bytes
+    with (
+        mock.patch.object(explain_infeasible, "LEAST_SECONDS", 0.0),
+        pytest.raises(NoFeasiblePlan, match="the least that was found takes .*MiB\n"),
+    ):
+        solve_plan(graph, {"dp": 4}, CLUSTER, layout=layout, memory_bytes=limit, time_limit=1e-6)
 
 
 @pytest.mark.slow
