@@ -77,6 +77,7 @@ AT_ONCE: list[Case] = [
     (("compare", "nowhere.lay"), 2, "there is no file nowhere.lay"),
     (("compare", "ddp", "megatrom", "--target", GPT, *MESH), 2, "did you mean 'megatron'?"),
     (("compare", "ddp", "--target", "gpt.py", *MESH), 2, "names no function"),
+    (("compare", GPT, "ddp", *MESH), 2, "is a model, and PLAN a plan's file, a strategy or a layout"),
     (("compare", "ddp", "--target", GPT, "--mesh", "dp=0"), 2, "axis 'dp' has size 0; a size is at least 1"),
     (("compare", "fsdp(fsdp=dq)", "--target", GPT, *MESH), 2, "there is no axis 'dq'"),
     (("check", GPT, *MESH, "--layout", "nowhere.lay"), 2, "nowhere.lay cannot be read"),
