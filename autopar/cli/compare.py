@@ -102,11 +102,6 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan 
     """Return a plan for each word on one graph, or the reason why it is infeasible."""
     from autopar.plans.find import plan_under_layout, request_like
 
-    for word in words:
-        if word.rpartition(":")[0].endswith(".py"):
-            raise AutoparError(
-                f"{word} is a model, and PLAN a plan's file, a strategy or a layout\nfix: --target {word}"
-            )
     saved = [word for word in words if is_plan(word)]
     first, request = None, request_of(arguments)
     graph: NamedGraph | None = None

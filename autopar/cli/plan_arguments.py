@@ -331,6 +331,10 @@ def check_words(arguments: argparse.Namespace) -> None:
     if layout is not None and axes is not None:
         choose_layout(layout, axes)
     for word in said.get("plans") or ():
+        if word.rpartition(":")[0].endswith(".py"):
+            raise AutoparError(
+                f"{word} is a model, and PLAN a plan's file, a strategy or a layout\nfix: --target {word}"
+            )
         if not is_plan(word) and axes is not None:
             choose_layout(word, axes)
     for name in ("output", "times"):
