@@ -31,6 +31,7 @@ from autopar.errors import AutoparError, LayoutError
 from tests.gaps import number
 from tests.runtime.combinations import Combination, combination
 from tests.runtime.combined_models import SEQ, Inputs, batch_of, loss_of
+from tests.runtime.float8_model import linears_in_float8
 from tests.runtime.training import whole
 
 __all__ = ["CaseOutcome", "dtype_of", "model_of", "reason_of", "run_cases"]
@@ -220,14 +221,15 @@ class _Run:
             optimizer.step()
 
     def _noise(self, calls: list[Inputs], factors: list[float]) -> dict[str, Tensor]:
-        """Return the gradients of one process that computes in half precision."""
+        """Return the gradients of one process that computes in half precision, in float8 where the case does."""
+        said = str(self.one.precision)
         dtype = torch.float16 if self.one.precision == "fp16" else torch.bfloat16
         model = copy.deepcopy(self.exact).to(dtype)
         model.zero_grad()
-        for inputs, factor in zip(calls, factors, strict=True):
-            (loss_of(model(**_as(inputs, dtype)), self.one.loss) * (factor * self.scale)).backward()
-        found = {name: p.grad.double() / self.scale for name, p in model.named_parameters() if p.grad is not None}
-        return found
+        with linears_in_float8(model, "fp8-rows" in said) if "fp8" in said else nullcontext():
+            for inputs, factor in zip(calls, factors, strict=True):
+                (loss_of(model(**_as(inputs, dtype)), self.one.loss) * (factor * self.scale)).backward()
+        return {name: p.grad.double() / self.scale for name, p in model.named_parameters() if p.grad is not None}
 
     def _compare_gradients(self, step: int, noise: dict[str, Tensor]) -> None:
         expected = {name: p.grad for name, p in self.exact.named_parameters() if p.grad is not None}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,8 +9,9 @@ from torch.fx import GraphModule
 
 import autopar
 from autopar.lowering.collectives.process_groups import device_mesh
-from autopar.lowering.modules.float8 import FLOAT8_LINEAR, float8_linear
+from autopar.lowering.modules.float8 import FLOAT8_LINEAR
 from autopar.mesh import Mesh
+from tests.runtime.float8_model import linears_in_float8
 from tests.runtime.launcher import launch
 from tests.runtime.sent import Counted, Recorder
 from tests.runtime.training import gradients
@@ -33,21 +31,6 @@ class Mlp(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x.float().square().mean()
-
-
-@contextmanager
-def linears_in_float8(model: nn.Module, rows: bool) -> Iterator[None]:
-    """Replace the linears of a model: float8 operands, computed in bfloat16 around them."""
-    kept: list[tuple[nn.Linear, Callable[..., Tensor]]] = []
-    for one in model.modules():
-        if isinstance(one, nn.Linear):
-            kept.append((one, one.forward))
-            one.forward = lambda x, one=one: float8_linear(x, one.weight, one.bias, rows)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for one, forward in kept:
-            one.forward = forward  # type: ignore[method-assign]
 
 
 def alone(precision: str) -> tuple[float, dict[str, Tensor]]:
