@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import Mesh, SubMesh
@@ -101,17 +102,26 @@ class _LayoutWriter:
             tensors = tuple(self._tensors(right))
             found = WrittenLayout((), rules, tensors, tuple(self._ops()), holds)
             made = propagate_partly(self.graph, found.layout, self.axes, self.assignment, self.known)
+            is_last = count == ROUNDS
             if not self._pin_what_differs(*made):
-                read = self._read(found)
+                try:
+                    read = self._read(found)
+                except LayoutError:  # requests alone are infeasible for an op of a micro-batch
+                    if is_last:
+                        raise
+                    self._pin_everything()
+                    continue
                 # What cannot be said of micro-batches is as it is read.
-                is_last = count == ROUNDS
                 if read is None or is_last or not self._pin_what_differs(read.assignment, frozenset()):
                     return replace(found, read=read)
             if count == ROUNDS - 1:
-                # Pins of everything end the loop: what is left undecided then is a bug.
-                self.pinned |= {node.name for node in self.graph.nodes}
-                self.stated |= {name for name, entry in self.tensor_axes.items() if entry.partial or entry.broadcast}
+                # This ends the loop: what is left undecided then is a bug.
+                self._pin_everything()
         raise AssertionError("these decisions are none that a layout comes to")
+
+    def _pin_everything(self) -> None:
+        self.pinned |= {node.name for node in self.graph.nodes}
+        self.stated |= {name for name, entry in self.tensor_axes.items() if entry.partial or entry.broadcast}
 
     def _read(self, found: WrittenLayout) -> StepPlan | None:
         """Return the plan that propagation makes of a layout in micro-batches; None without micro-batches."""
