@@ -21,15 +21,15 @@ from autopar.solver.search.phases import Incumbent, SearchPhases, search_least_m
 
 __all__ = ["infeasible_error"]
 
-
 # Seconds that an explanation may take, also where the search was shorter.
 LEAST_SECONDS = 10.0
 
 
 def infeasible_error(work: SearchPhases) -> AutoparError:
-    """Return the error for a search without a plan, told in no more time than the search had.
+    """Return the error for a search without a plan.
 
-    Conflicting lines are searched until the deadline.
+    Conflicting lines are searched until the deadline. Telling takes about as long as the search had, or
+    `LEAST_SECONDS` if that is more.
     """
     incumbent = work.incumbent
     until = time.monotonic() + max(LEAST_SECONDS, work.deadline - incumbent.began)
@@ -86,10 +86,7 @@ def _conflict(work: SearchPhases, broken: LayoutError) -> LayoutError:
         last = found or last
         return found is None
 
-    try:
-        lines, is_smallest = conflicting(work.incumbent.bound_layout, can_be_had, work.deadline)
-    except OutOfTime:
-        lines, is_smallest = (), False
+    lines, is_smallest = conflicting(work.incumbent.bound_layout, can_be_had, work.deadline)
     if len(lines) < 2:
         return last
     what = "these lines cannot all be had; without any one of them, the others can"

@@ -79,8 +79,10 @@ def conflicting(
                 return tuple(kept), False
             rest = [*kept[:start], *kept[start + size :]]
             others = BoundLayout(bound_layout.graph, Layout(tuple(rest), bound_layout.given.name), bound_layout.axes)
-            if not _can_be_had(others, can_be_had):
-                kept = rest
+            try:
+                kept = kept if _can_be_had(others, can_be_had) else rest
+            except OutOfTime:
+                return tuple(kept), False
         size //= 2
     return tuple(kept), True
 
