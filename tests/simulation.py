@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations, product
 from typing import Any
@@ -24,6 +25,19 @@ def all_layouts(atoms: Atoms, axes: Mapping[str, int]) -> Iterator[Sharding]:
         marks = [frozenset(axis for axis in axes if where[axis] == mark) for mark in "PB"]
         for splits in product(*(permutations(split) for split in held)):
             yield Sharding(splits, *marks)
+
+
+def drawn_sharding(rng: random.Random, axes: Sequence[str], atoms: int) -> Sharding:
+    """A sharding in which each axis splits an atom, is partial, or does nothing."""
+    splits: list[tuple[str, ...]] = [()] * atoms
+    partial = set()
+    for axis in rng.sample(axes, len(axes)):
+        place = rng.randrange(-2, atoms)
+        if place >= 0:
+            splits[place] = (*splits[place], axis)
+        elif place == -1:
+            partial.add(axis)
+    return Sharding(tuple(splits), frozenset(partial))
 
 
 def groups(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:

@@ -14,9 +14,19 @@ import torch
 
 from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
-from autopar.sharding.reshard.reshard import Reshard, Step, StepKind, _RemainingBound, cheapest, reshard, steps
-from autopar.sharding.sharding import Atoms, Sharding
-from tests.simulation import Everywhere, all_layouts, gather, run, scatter
+from autopar.sharding.reshard.reshard import (
+    NoSteps,
+    Reshard,
+    ScaledReshards,
+    Step,
+    StepKind,
+    _RemainingBound,
+    cheapest,
+    reshard,
+    steps,
+)
+from autopar.sharding.sharding import GROUP, OTHER, ROW, Atoms, Sharding
+from tests.simulation import Everywhere, all_layouts, drawn_sharding, gather, run, scatter
 
 CASES = [
     (Atoms.plain((6,)), {"a": 2}),
@@ -396,3 +406,25 @@ def _conversion(draw: random.Random) -> tuple[Atoms, Sharding, Sharding, SubMesh
                 draw.choice(splits).append(axis)
         ends.append(Sharding(tuple(map(tuple, splits)), frozenset(partial)))
     return Atoms(sizes, (1,) * count), *ends, SubMesh(axes)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_routed_rows_have_steps_where_a_search_finds_some(seed: int) -> None:
+    """The cache of scaled reshards knows without a search where the splits of groups and rows lead nowhere."""
+    rng, axes = random.Random(seed), SubMesh({"dp": 2, "ep": 4, "tp": 2})
+    sizes, roles, missing, found = (8, 32, 6), GROUP + ROW + OTHER, 0, 0
+    atoms, scaled = Atoms(sizes, (1, 1, 1), roles=roles), ScaledReshards(axes)
+    for _ in range(200):
+        source, target = (drawn_sharding(rng, tuple(axes), len(sizes)) for _ in range(2))
+        known = scaled.of(sizes, source, target, roles=roles)
+        try:
+            searched = steps(atoms, source, target, axes)
+        except NoSteps:
+            missing += 1
+            assert known is None, (source, target)
+        else:
+            found += bool(searched)
+            assert known is not None, (source, target)
+            assert [one.kind for one in known] == [step.kind.value for step in searched], (source, target)
+            assert [one.numel for one in known] == [step.numel for step in searched], (source, target)
+    assert min(missing, found) > 10

@@ -13,6 +13,7 @@ from autopar.mesh import Mesh
 from autopar.sharding.reshard.reshard import ScaledReshards
 from autopar.sharding.sharding import Sharding
 from autopar.solver.model.reshard_bounds import ReshardBounds
+from tests.simulation import drawn_sharding
 
 ITEMSIZE, LAUNCH = 2.0, 1e-5
 
@@ -36,18 +37,6 @@ class Prices:
         return sum(cost.seconds for cost in costs), sum(cost.host_seconds for cost in costs)
 
 
-def sharding(rng: random.Random, axes: tuple[str, ...], sizes: tuple[int, ...]) -> Sharding:
-    splits: list[tuple[str, ...]] = [()] * len(sizes)
-    partial = set()
-    for axis in rng.sample(axes, len(axes)):
-        place = rng.randrange(-2, len(sizes))
-        if place >= 0:
-            splits[place] = (*splits[place], axis)
-        elif place == -1:
-            partial.add(axis)
-    return Sharding(tuple(splits), frozenset(partial))
-
-
 MESHES = [
     ("dp=8,tp=8", "h100"),
     ("pod=2,dp=4,tp=8", "h100"),
@@ -65,7 +54,7 @@ def holds(mesh: str, cluster: str, tensors: int) -> int:
     close = 0
     for _ in range(tensors):
         sizes = tuple(rng.choice([1, 2, 6, 16, 24, 25, 96, 1023, 4096, 12288]) for _ in range(rng.randint(1, 4)))
-        sources, targets = ([sharding(rng, prices.axes, sizes) for _ in range(8)] for _ in range(2))
+        sources, targets = ([drawn_sharding(rng, prices.axes, len(sizes)) for _ in range(8)] for _ in range(2))
         bounds = prices.bounds.between(sizes, ITEMSIZE, sources, targets)
         seconds = bounds.seconds + bounds.latency
         for i, source in enumerate(sources):
