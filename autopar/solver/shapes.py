@@ -5,8 +5,9 @@ A shape is `pp` stages of `dp` times `tp` ranks, with a number of micro-batches.
 sequence have shapes whose ranks along `cp` split it. All shapes of a number of devices are candidates. Each is first
 priced at the least it may take: equal work on all ranks, and the waiting time of the best schedule. In this order a
 shape gets plans of its short graph (`pieces`), and from their costs its best stages. Shapes whose ranks split the model
-alike, on as many rows at a time, share the plans: only what is stored and what is sent once a step differs. The search
-ends where no shape can be faster than the best one.
+alike, on as many rows at a time, share the plans: only what is stored and what is sent once a step differs. On other
+numbers of ranks for the experts the best plans are hardly others: they are searched for the best such number alone. The
+search ends where no shape can be faster than the best one.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class ShapeSearch:
     deadline: float
     # Plans of the short graph by model and expert ranks.
     pieces: dict[Split, tuple[StepPlan, ...]] = field(default_factory=dict)
+    # Splits whose plans were found for another number of ranks for the experts.
+    lent: set[Split] = field(default_factory=set)
     found: list[PricedShape] = field(default_factory=list)
     # Costs by split, rows, whether there are micro-batches, and plan, on the ranks that were priced last.
     known: dict[_Key, ModelCosts] = field(default_factory=dict)
@@ -145,9 +148,24 @@ class ShapeSearch:
         node = self.cluster.ranks_together(self.devices)
         near = min(by_split, key=lambda split: abs(math.log(split.model * split.expert / node)), default=Split(1))
         for split in self._rising(by_split, near):
-            self._price_all(by_split[split])
-            if prod(split) > 1:  # activations are sent
-                self._price_all(self._in_halves(by_split[split]))
+            self._price_split(split, by_split[split])
+        while self.found and (best := min(self.found, key=lambda one: one.seconds).shape).split in self.lent:
+            self._search_again(best)
+            self._price_split(best.split, by_split[best.split])
+
+    def _price_split(self, split: Split, shapes: Sequence[Shape]) -> None:
+        self._price_all(shapes)
+        if prod(split) > 1:  # activations are sent
+            self._price_all(self._in_halves(shapes))
+
+    def _search_again(self, shape: Shape) -> None:
+        """Search plans of a split that has lent ones; forget what these cost."""
+        split = shape.split
+        self.lent.discard(split)
+        self.pieces[split] = tuple(self._searched(shape))
+        self.known = {key: costs for key, costs in self.known.items() if key[0] != split}
+        self.plain = {key: costs for key, costs in self.plain.items() if key[0] != split}
+        self.layer_seconds = {key: seconds for key, seconds in self.layer_seconds.items() if key[0] != split}
 
     def _in_halves(self, shapes: Sequence[Shape]) -> list[Shape]:
         """Return shapes in halves like the best of these, or like the first of them where none was the best."""
@@ -378,9 +396,18 @@ class ShapeSearch:
 
     def _plans(self, shape: Shape) -> tuple[StepPlan, ...]:
         """Return plans of the short graph, at several prices of memory."""
-        if shape.split not in self.pieces:
-            self.pieces[shape.split] = tuple(self._searched(shape))
-        return self.pieces[shape.split]
+        split = shape.split
+        if split not in self.pieces:
+            found = self._lent_plans(shape)
+            if found:
+                self.lent.add(split)
+            self.pieces[split] = found or tuple(self._searched(shape))
+        return self.pieces[split]
+
+    def _lent_plans(self, shape: Shape) -> tuple[StepPlan, ...]:
+        """Return the plans of another number of ranks for the experts; none if no parameter of theirs is split."""
+        others = (plans for split, plans in self.pieces.items() if plans and split.expert > 1 < shape.expert)
+        return next((plans for plans in others if plans[0].axes.get(DATA, 1) > 1 or shape.data == 1), ())
 
     def _searched(self, shape: Shape) -> Iterator[StepPlan]:
         batch = self.graph.dims[BATCH].size

@@ -239,6 +239,37 @@ def test_halves_are_tried_where_activations_are_sent() -> None:
         assert any(not shape.halves for shape in alone if tuple(shape.axes.items()) == mesh)
 
 
+def test_plans_for_another_number_of_expert_ranks_are_as_good() -> None:
+    """Shapes on other numbers of ranks for the experts are priced with the plans that were found for the first one."""
+    graph, first, other = mixture(), Shape(2, 2, 1, 4, 2, expert=4), Shape(2, 4, 1, 4, 2, expert=2)
+    lent, own = search_of(graph, 16, 10 * 2**30), search_of(graph, 16, 10 * 2**30)
+    lent.price(first)
+    lent.found.clear()
+    for search in (lent, own):
+        search.price(other)
+    assert (lent.lent, own.lent) == ({other.split}, set())
+    assert own.best < math.inf
+    assert lent.best <= 1.01 * own.best
+
+
+def test_the_best_number_of_expert_ranks_has_plans_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, searched = search_of(mixture(), 16, 10 * 2**30), list[Split]()
+    first, other = Shape(2, 2, 1, 4, 2, expert=4), Shape(2, 4, 1, 4, 2, expert=2)
+    of_shape = ShapeSearch._searched
+    monkeypatch.setattr(
+        ShapeSearch, "_searched", lambda self, one: (searched.append(one.split), of_shape(self, one))[1]
+    )
+    search.price(first)
+    search._price_splits({other.split: [other]})
+    assert searched == [first.split]
+    assert search.lent == {other.split}
+    search.found.clear()
+    search._price_splits({other.split: [other]})
+    assert searched == [first.split, other.split]
+    assert not search.lent
+    assert search.pieces[other.split] is not search.pieces[first.split]
+
+
 def test_more_ranks_than_experts() -> None:
     """A plan whose experts lie on the batch's ranks holds for as many of these as there are experts."""
     graph = mixture()
