@@ -6,8 +6,9 @@ sequence have shapes whose ranks along `cp` split it. All shapes of a number of 
 priced at the least it may take: equal work on all ranks, and the waiting time of the best schedule. In this order a
 shape gets plans of its short graph (`pieces`), and from their costs its best stages. Shapes whose ranks split the model
 alike, on as many rows at a time, share the plans: only what is stored and what is sent once a step differs. On other
-numbers of ranks for the experts the best plans are hardly others: they are searched for the best such number alone. The
-search ends where no shape can be faster than the best one.
+numbers of ranks for the experts the best plans are hardly others: they are searched for the best such number alone.
+Halves hide what they send, so shapes in halves that are the best so far get plans of their own besides. The search ends
+where no shape can be faster than the best one.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class PricedShape:
     shape: Shape
     costs: ModelCosts
     design: StageDesign
+    # Under a plan that was made for halves.
+    for_halves: bool = False
 
     @property
     def seconds(self) -> float:
@@ -81,6 +84,8 @@ class ShapeSearch:
     deadline: float
     # Plans of the short graph by model and expert ranks.
     pieces: dict[Split, tuple[StepPlan, ...]] = field(default_factory=dict)
+    # Plans that were found for halves alone.
+    of_halves: dict[Split, tuple[StepPlan, ...]] = field(default_factory=dict)
     # Splits whose plans were found for another number of ranks for the experts.
     lent: set[Split] = field(default_factory=set)
     found: list[PricedShape] = field(default_factory=list)
@@ -155,8 +160,14 @@ class ShapeSearch:
 
     def _price_split(self, split: Split, shapes: Sequence[Shape]) -> None:
         self._price_all(shapes)
-        if prod(split) > 1:  # activations are sent
-            self._price_all(self._in_halves(shapes))
+        if prod(split) == 1:
+            return  # no activations are sent
+        halved, before = self._in_halves(shapes), self.best
+        self._price_all(halved)
+        if self.best < before and split.expert == 1:
+            best = min(self.found, key=lambda one: one.seconds).shape
+            self.of_halves[split] = tuple(self._searched(best))
+            self._price_all(halved)
 
     def _search_again(self, shape: Shape) -> None:
         """Search plans of a split that has lent ones; forget what these cost."""
@@ -189,7 +200,8 @@ class ShapeSearch:
     def promising(self) -> list[PricedShape]:
         """Return the best shape, and others that are nearly as fast; each mesh once, with its best micro-batches.
 
-        A mesh without stages, which is searched by itself, is there with and without halves.
+        A mesh without stages, which is searched by itself, is there with and without halves. One with stages is there
+        under a plan that was made for halves, and under another one.
         """
         found: dict[tuple[tuple[tuple[str, int], ...], bool], PricedShape] = {}
         meshes: set[tuple[tuple[str, int], ...]] = set()
@@ -197,7 +209,7 @@ class ShapeSearch:
             mesh, shape = tuple(one.shape.mesh.items()), one.shape
             if one.seconds <= NEARLY * self.best and (mesh in meshes or len(meshes) < MOST_FOLLOWED):
                 meshes.add(mesh)
-                found.setdefault((mesh, shape.halves and shape.stages == 1), one)
+                found.setdefault((mesh, shape.halves if shape.stages == 1 else one.for_halves), one)
         return list(found.values())
 
     def alone(self) -> list[Shape]:
@@ -295,7 +307,13 @@ class ShapeSearch:
             plans = self._plans(shape)
         except (LayoutError, NoFeasiblePlan):
             return  # the model has no such split
-        for number, plan in enumerate(plans):
+        self._price_plans(shape, plans)
+        if shape.halves:
+            self._price_plans(shape, self.of_halves.get(shape.split, ()), len(plans))
+
+    def _price_plans(self, shape: Shape, plans: Sequence[StepPlan], first: int = 0) -> None:
+        """Find the best stages of a shape under plans of less and less memory; `first` is the number of the first."""
+        for number, plan in enumerate(plans, first):
             try:
                 if self._price_plan(shape, number, plan):
                     return
@@ -305,6 +323,7 @@ class ShapeSearch:
     def _price_plan(self, shape: Shape, number: int, plan: StepPlan) -> bool:
         """Find the best stages of a shape under a plan; return True if plans of less memory are slower."""
         key = shape.split, shape.rows, shape.micro is not None, shape.halves, number
+        for_halves = number >= len(self.pieces[shape.split])
         known = self.known.get(key)
         # The costs on other ranks that split the batch tell about what these would be.
         if known is not None and self._best_design(shape, known) is None:
@@ -322,13 +341,13 @@ class ShapeSearch:
                 return True  # recomputation takes longer
             best = self._best_design(shape, alone) if shape.stages == 1 else None
             if best is not None:
-                self.found.append(PricedShape(shape, alone, best))
+                self.found.append(PricedShape(shape, alone, best, for_halves))
                 return True
         costs = self.known[key] = self._costs(shape, plan, self._modes, known, alone)
         best = self._best_design(shape, costs)
         if best is None:
             return False
-        self.found.append(PricedShape(shape, costs, best))
+        self.found.append(PricedShape(shape, costs, best, for_halves))
         return not any(best.modes)
 
     def _is_too_long(self, costs: ModelCosts, shape: Shape, share: float = 1.0) -> bool:
@@ -410,16 +429,15 @@ class ShapeSearch:
         return next((plans for plans in others if plans[0].axes.get(DATA, 1) > 1 or shape.data == 1), ())
 
     def _searched(self, shape: Shape) -> Iterator[StepPlan]:
-        batch = self.graph.dims[BATCH].size
-        # As many stages as memory asks for, and at least two micro-batches of one row for each rank.
-        stages, expert = self.space.stages_for(shape.split), shape.expert
-        ranks = max(1, self.devices // prod(shape.split) // stages)
-        data = max(
-            (each for each in divisors(ranks) if batch // expert % each == 0 and batch // expert // each > 1),
-            default=1,
-        )
-        micro = MicroBatches(batch // (data * expert), BATCH)
-        axes = SubMesh(replace(shape, data=data).axes)
+        micro, axes = shape.micro, SubMesh(shape.axes)
+        # As many stages as memory asks for.
+        stages = self.space.stages_for(shape.split)
+        if micro is None or not shape.halves:
+            # At least two micro-batches of one row for each rank.
+            batch, ranks = self.graph.dims[BATCH].size, max(1, self.devices // prod(shape.split) // stages)
+            rows = batch // shape.expert
+            data = max((each for each in divisors(ranks) if rows % each == 0 and rows // each > 1), default=1)
+            micro, axes = MicroBatches(rows // data, BATCH), SubMesh(replace(shape, data=data).axes)
         in_flight = min(stages, micro.count)
         yield from short_plans(self.short, self.cluster, self.options, micro, axes, in_flight)
 

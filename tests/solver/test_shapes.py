@@ -239,6 +239,20 @@ def test_halves_are_tried_where_activations_are_sent() -> None:
         assert any(not shape.halves for shape in alone if tuple(shape.axes.items()) == mesh)
 
 
+def test_halves_that_are_the_best_have_plans_of_their_own() -> None:
+    """Plans that send more, and hide it, are faster in halves than those of whole micro-batches."""
+    graph, shapes = traced(batch=64), [Shape(2, 2, 8, 16, 2), Shape(2, 2, 8, 8, 4)]
+    search, of_whole = search_of(graph, 32, 100 * 2**30), search_of(graph, 32, 100 * 2**30)
+    search._price_split(Split(8), shapes)
+    for shape in (*shapes, *(halved for whole in shapes for halved in whole.in_halves())):
+        of_whole.price(shape)
+    best, other = (min(one.found, key=lambda priced: priced.seconds) for one in (search, of_whole))
+    assert (best.shape.halves, other.shape.halves) == (True, True)
+    assert (best.for_halves, other.for_halves) == (True, False)
+    own, lent = (StagedPlan(search, one).improved().solved.costs.step_seconds for one in (best, other))
+    assert own < 0.98 * lent
+
+
 def test_plans_for_another_number_of_expert_ranks_are_as_good() -> None:
     """Shapes on other numbers of ranks for the experts are priced with the plans that were found for the first one."""
     graph, first, other = mixture(), Shape(2, 2, 1, 4, 2, expert=4), Shape(2, 4, 1, 4, 2, expert=2)
