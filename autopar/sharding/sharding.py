@@ -209,6 +209,11 @@ class Sharding:
         splits = tuple(tuple(axis for axis in split if axis not in gone) for split in self.splits)
         return Sharding(splits, self.partial - gone, self.broadcast - gone)
 
+    def routed(self, roles: str) -> Sharding:
+        """Return the splits of the groups and rows of routed rows alone."""
+        pairs = zip(self.splits, roles, strict=True)
+        return Sharding(tuple(() if role == OTHER else axes for axes, role in pairs))
+
     def check(self, atoms: Atoms, axes: SubMesh) -> None:
         """Raise unless a tensor with these atoms can have this sharding on this mesh."""
         if len(self.splits) != len(atoms.sizes):

@@ -216,9 +216,14 @@ class ScaledReshards:
                 return ()
             pair = source, target
             if pair not in known:
-                known[pair] = self._of_shape(shape, source, target)
+                known[pair] = self._of_shape(shape, source, target) if not roles or is_reached(pair) else None
             found = known[pair]
             return found and _scaled(found, scale)
+
+        def is_reached(pair: tuple[Sharding, Sharding]) -> bool:
+            # Steps move groups and rows apart from all other atoms.
+            source, target = (one.routed(roles) for one in pair)
+            return (source, target) == pair or steps_of(source, target) is not None
 
         return steps_of
 
@@ -268,31 +273,12 @@ class ScaledReshards:
 
     def _steps(self, key: _Key) -> tuple[StepSize, ...] | None:
         sizes, by_share, roles, before, after, summed_before, summed_after = key
-        if roles and not self._exchanges(key):
-            return None
         atoms = Atoms(sizes, (1,) * len(sizes), by_share, roles)
         try:
             found = steps(atoms, Sharding(before, summed_before), Sharding(after, summed_after), self.axes)
         except NoSteps:
             return None
         return tuple(StepSize.of(step, atoms, self.axes) for step in found)
-
-    def _exchanges(self, key: _Key) -> bool:
-        """Return whether steps lead between the splits of groups and of their rows: no step joins these with others."""
-        sizes, by_share, roles, before, after, *_ = key
-        routed = [i for i, role in enumerate(roles) if role != OTHER]
-        marked = tuple(place for place, i in enumerate(routed) if i in by_share)
-        kept = "".join(roles[i] for i in routed)
-        own, (held, wanted) = (
-            tuple(sizes[i] for i in routed),
-            (tuple(each[i] for i in routed) for each in (before, after)),
-        )
-        routed_key = own, marked, kept, held, wanted, frozenset[str](), frozenset[str]()
-        if routed_key == key:
-            return True
-        if routed_key not in self.small:
-            self.small[routed_key] = self._steps(routed_key)
-        return self.small[routed_key] is not None
 
     def _change(self, source: Sharding, target: Sharding) -> _ShardingChange:
         pairs = list(zip(source.splits, target.splits, strict=True))

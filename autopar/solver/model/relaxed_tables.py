@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autopar.cost.compute.op_time import FLOAT8_LAUNCHES
 from autopar.ir.values import NamedTensor
-from autopar.sharding.sharding import OTHER, Sharding
+from autopar.sharding.sharding import Sharding
 from autopar.solver import Floats, Ints
 from autopar.solver.candidates import StorageOption
 from autopar.solver.model.bucket_shares import Joinable
@@ -107,13 +107,8 @@ class RelaxedTables(CostTables):
     def _unreached(self, cut: TensorCut, rows: Sequence[Any], columns: Sequence[Wants]) -> Floats:
         """Return 1.0 for the pairs of routed rows that no steps join, whatever splits the other dims."""
 
-        def own(one: Any) -> Sharding:
-            layout = getattr(one, "layout", one)
-            pairs = zip(layout.splits, cut.roles, strict=True)
-            return Sharding(tuple(() if role == OTHER else axes for axes, role in pairs))
-
-        held = [own(one) for one in rows]
-        wanted = [tuple(own(want) for want in each if want is not None) for each in columns]
+        held = [getattr(one, "layout", one).routed(cut.roles) for one in rows]
+        wanted = [tuple(want.routed(cut.roles) for want in each if want is not None) for each in columns]
         ends = set(held), {want for each in wanted for want in each}
         missing = {pair for pair in product(*ends) if cut.steps(self.ways.routes, *pair) is None}
         return np.array([[float(any((one, want) in missing for want in each)) for each in wanted] for one in held])
