@@ -53,7 +53,7 @@ NEARLY, MOST_FOLLOWED = 1.03, 2
 SLACK = 0.97
 
 Size = TypeVar("Size", int, Split)
-_Key = tuple[Split, int, bool, bool, int]
+_Key = tuple[Split, int, bool, bool, bool, int]
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,11 @@ class ShapeSearch:
     deadline: float
     # Plans of the short graph by model and expert ranks.
     pieces: dict[Split, tuple[StepPlan, ...]] = field(default_factory=dict)
-    # Plans that were found for halves alone.
-    of_halves: dict[Split, tuple[StepPlan, ...]] = field(default_factory=dict)
     # Splits whose plans were found for another number of ranks for the experts.
     lent: set[Split] = field(default_factory=set)
     found: list[PricedShape] = field(default_factory=list)
-    # Costs by split, rows, whether there are micro-batches, and plan, on the ranks that were priced last.
+    # Costs on the ranks that were priced last, by split, rows, whether there are micro-batches, halves and plans for
+    # halves, and plan.
     known: dict[_Key, ModelCosts] = field(default_factory=dict)
     # Those without recomputation, also where recomputation takes too long.
     plain: dict[_Key, ModelCosts] = field(default_factory=dict)
@@ -128,6 +127,11 @@ class ShapeSearch:
     def best(self) -> float:
         return min((one.seconds for one in self.found), default=math.inf)
 
+    @property
+    def fastest(self) -> PricedShape:
+        """The best shape so far, where there is one."""
+        return min(self.found, key=lambda one: one.seconds)
+
     def run(self) -> list[PricedShape]:
         """Return the shapes that have plans, fastest first."""
         by_split: dict[Split, list[Shape]] = {}
@@ -143,7 +147,7 @@ class ShapeSearch:
         near = next((one for one in contexts if one >= least), max(contexts, default=1))
         for context in self._rising(contexts, near):
             # Beside other ranks for a sequence, the number for the model stays that of the best shape.
-            model = min(self.found, key=lambda one: one.seconds).shape.model if context != near and self.found else None
+            model = self.fastest.shape.model if context != near and self.found else None
             splits = (one for one in others if one.context == context and model in (None, one.model))
             self._price_splits({split: others[split] for split in splits})
         return sorted(self.found, key=lambda one: one.seconds)
@@ -154,7 +158,7 @@ class ShapeSearch:
         near = min(by_split, key=lambda split: abs(math.log(split.model * split.expert / node)), default=Split(1))
         for split in self._rising(by_split, near):
             self._price_split(split, by_split[split])
-        while self.found and (best := min(self.found, key=lambda one: one.seconds).shape).split in self.lent:
+        while self.found and (best := self.fastest.shape).split in self.lent:
             self._search_again(best)
             self._price_split(best.split, by_split[best.split])
 
@@ -165,15 +169,15 @@ class ShapeSearch:
         halved, before = self._in_halves(shapes), self.best
         self._price_all(halved)
         if self.best < before and split.expert == 1:
-            best = min(self.found, key=lambda one: one.seconds).shape
-            self.of_halves[split] = tuple(self._searched(best))
-            self._price_all(halved)
+            best = self.fastest.shape
+            assert best.micro is not None, "halves are those of micro-batches"
+            self._price_all(halved, self._short_plans(best, best.micro))
 
     def _search_again(self, shape: Shape) -> None:
         """Search plans of a split that has lent ones; forget what these cost."""
         split = shape.split
         self.lent.discard(split)
-        self.pieces[split] = tuple(self._searched(shape))
+        self.pieces[split] = self._searched(shape)
         self.known = {key: costs for key, costs in self.known.items() if key[0] != split}
         self.plain = {key: costs for key, costs in self.plain.items() if key[0] != split}
         self.layer_seconds = {key: seconds for key, seconds in self.layer_seconds.items() if key[0] != split}
@@ -219,13 +223,13 @@ class ShapeSearch:
         fitting = [one for one in every if self.space.stages_for(one.split) == 1]
         return sorted(fitting, key=lambda one: abs(math.log(one.model * one.expert / node)))
 
-    def _price_all(self, shapes: Sequence[Shape]) -> None:
-        """Price the shapes of as many model ranks that may be the best."""
+    def _price_all(self, shapes: Sequence[Shape], for_halves: Sequence[StepPlan] | None = None) -> None:
+        """Price the shapes of as many model ranks that may be the best, with the plans of `price`."""
         for shape in self._in_order(shapes):
             now = time.monotonic()
             is_late = (now > self.deadline and bool(self.found)) or (now > self.gives_up and self.tried > 0)
             if not is_late and max(self._least_seconds(shape), self._likely_seconds(shape)) < self.best:
-                self.price(shape)
+                self.price(shape, for_halves)
 
     def _in_order(self, shapes: Sequence[Shape]) -> list[Shape]:
         """Return shapes with as few stages as memory allows first: they rule most others out."""
@@ -300,35 +304,28 @@ class ShapeSearch:
 
     # -- one shape
 
-    def price(self, shape: Shape) -> None:
-        """Find the best stages of a shape."""
+    def price(self, shape: Shape, for_halves: Sequence[StepPlan] | None = None) -> None:
+        """Find the best stages of a shape, under the plans of its split or under plans that were made for halves."""
         self.tried += 1
         try:
-            plans = self._plans(shape)
+            plans = self._plans(shape) if for_halves is None else for_halves
         except (LayoutError, NoFeasiblePlan):
             return  # the model has no such split
-        self._price_plans(shape, plans)
-        if shape.halves:
-            self._price_plans(shape, self.of_halves.get(shape.split, ()), len(plans))
-
-    def _price_plans(self, shape: Shape, plans: Sequence[StepPlan], first: int = 0) -> None:
-        """Find the best stages of a shape under plans of less and less memory; `first` is the number of the first."""
-        for number, plan in enumerate(plans, first):
+        for number, plan in enumerate(plans):
             try:
-                if self._price_plan(shape, number, plan):
+                if self._price_plan(shape, plan, number, for_halves is not None):
                     return
             except NoSteps:
                 continue  # it splits groups of rows over the batch's ranks, of which this shape has more than groups
 
-    def _price_plan(self, shape: Shape, number: int, plan: StepPlan) -> bool:
+    def _price_plan(self, shape: Shape, plan: StepPlan, number: int, for_halves: bool) -> bool:
         """Find the best stages of a shape under a plan; return True if plans of less memory are slower."""
-        key = shape.split, shape.rows, shape.micro is not None, shape.halves, number
-        for_halves = number >= len(self.pieces[shape.split])
+        key = shape.split, shape.rows, shape.micro is not None, shape.halves, for_halves, number
         known = self.known.get(key)
         # The costs on other ranks that split the batch tell about what these would be.
         if known is not None and self._best_design(shape, known) is None:
             return False
-        fewer = self._from_fewer_rows(shape, number)
+        fewer = self._from_fewer_rows(shape, number, for_halves)
         if fewer is not None and self._best_design(shape, fewer) is None:
             return False
         alone = None
@@ -353,12 +350,12 @@ class ShapeSearch:
     def _is_too_long(self, costs: ModelCosts, shape: Shape, share: float = 1.0) -> bool:
         return all(share * self._least(costs, shape, choice) >= self.best for choice in _schedules(shape))
 
-    def _from_fewer_rows(self, shape: Shape, number: int) -> ModelCosts | None:
+    def _from_fewer_rows(self, shape: Shape, number: int, for_halves: bool) -> ModelCosts | None:
         """Return the least costs that those of a plan on fewer rows leave to a shape; None where none are known.
 
         Saved bytes grow with the rows. Each row more takes as long as the last ones that were priced.
         """
-        keys = ((shape.split, rows, True, shape.halves, number) for rows in divisors(shape.rows)[:-1])
+        keys = ((shape.split, rows, True, shape.halves, for_halves, number) for rows in divisors(shape.rows)[:-1])
         before = [(key[1], self.known[key]) for key in keys if key in self.known]
         if not before:
             return None
@@ -417,29 +414,34 @@ class ShapeSearch:
         """Return plans of the short graph, at several prices of memory."""
         split = shape.split
         if split not in self.pieces:
-            found = self._lent_plans(shape)
-            if found:
+            lent = self._lent_plans(shape)
+            if lent:
                 self.lent.add(split)
-            self.pieces[split] = found or tuple(self._searched(shape))
+            self.pieces[split] = lent or self._searched(shape)
         return self.pieces[split]
 
     def _lent_plans(self, shape: Shape) -> tuple[StepPlan, ...]:
-        """Return the plans of another number of ranks for the experts; none if no parameter of theirs is split."""
-        others = (plans for split, plans in self.pieces.items() if plans and split.expert > 1 < shape.expert)
-        return next((plans for plans in others if plans[0].axes.get(DATA, 1) > 1 or shape.data == 1), ())
+        """Return the plans of another number of ranks for the experts; none where they leave parameters whole."""
+        for split, plans in self.pieces.items() if shape.expert > 1 else ():
+            if split.expert > 1 and plans and (plans[0].axes.get(DATA, 1) > 1 or shape.data == 1):
+                return plans
+        return ()
 
-    def _searched(self, shape: Shape) -> Iterator[StepPlan]:
-        micro, axes = shape.micro, SubMesh(shape.axes)
-        # As many stages as memory asks for.
-        stages = self.space.stages_for(shape.split)
-        if micro is None or not shape.halves:
-            # At least two micro-batches of one row for each rank.
-            batch, ranks = self.graph.dims[BATCH].size, max(1, self.devices // prod(shape.split) // stages)
-            rows = batch // shape.expert
-            data = max((each for each in divisors(ranks) if rows % each == 0 and rows // each > 1), default=1)
-            micro, axes = MicroBatches(rows // data, BATCH), SubMesh(replace(shape, data=data).axes)
-        in_flight = min(stages, micro.count)
-        yield from short_plans(self.short, self.cluster, self.options, micro, axes, in_flight)
+    def _searched(self, shape: Shape) -> tuple[StepPlan, ...]:
+        batch = self.graph.dims[BATCH].size
+        # As many stages as memory asks for, and at least two micro-batches of one row for each rank.
+        stages, expert = self.space.stages_for(shape.split), shape.expert
+        ranks = max(1, self.devices // prod(shape.split) // stages)
+        data = max(
+            (each for each in divisors(ranks) if batch // expert % each == 0 and batch // expert // each > 1),
+            default=1,
+        )
+        return self._short_plans(replace(shape, data=data), MicroBatches(batch // (data * expert), BATCH))
+
+    def _short_plans(self, shape: Shape, micro: MicroBatches) -> tuple[StepPlan, ...]:
+        """Return plans on the axes of a shape, with the micro-batches in flight that memory asks for."""
+        in_flight = min(self.space.stages_for(shape.split), micro.count)
+        return tuple(short_plans(self.short, self.cluster, self.options, micro, SubMesh(shape.axes), in_flight))
 
 
 def _schedules(shape: Shape) -> Sequence[ScheduleChoice]:
