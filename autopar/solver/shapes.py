@@ -4,11 +4,9 @@ A shape is `pp` stages of `dp` times `tp` ranks, with a number of micro-batches.
 `dp` times `ep` ranks besides: all of them split the batch, and those along `ep` the experts. Models with a folded
 sequence have shapes whose ranks along `cp` split it. All shapes of a number of devices are candidates. Each is first
 priced at the least it may take: equal work on all ranks, and the waiting time of the best schedule. In this order a
-shape gets plans of its short graph (`pieces`), and from their costs its best stages. Shapes whose ranks split the model
-alike, on as many rows at a time, share the plans: only what is stored and what is sent once a step differs. On other
-numbers of ranks for the experts the best plans are hardly others: they are searched for the best such number alone.
-Halves hide what they send, so shapes in halves that are the best so far get plans of their own besides. The search ends
-where no shape can be faster than the best one.
+shape gets plans of its short graph (`split_plans.py`), and from their costs its best stages. Of the numbers of ranks
+for the experts the first and the best one get plans of their own. Halves hide what they send, so shapes in halves that
+are the best so far get plans of their own besides. The search ends where no shape can be faster than the best one.
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ from autopar.solver.mesh_shape import Shape, Split, divisors
 from autopar.solver.segments import STAGES, ModelCosts, model_costs, on_axes, segments_of, stages_of
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.shape_space import ShapeSpace
-from autopar.solver.short_plans import BATCH, DATA, short_plans
+from autopar.solver.short_plans import BATCH, DATA
+from autopar.solver.split_plans import SplitPlans
 from autopar.solver.stage_design import SCHEDULES, ScheduleChoice, StageDesign, design_stages, least_seconds
 
 __all__ = ["PricedShape", "ShapeSearch"]
@@ -82,10 +81,6 @@ class ShapeSearch:
     devices: int
     limit: float
     deadline: float
-    # Plans of the short graph by model and expert ranks.
-    pieces: dict[Split, tuple[StepPlan, ...]] = field(default_factory=dict)
-    # Splits whose plans were found for another number of ranks for the experts.
-    lent: set[Split] = field(default_factory=set)
     found: list[PricedShape] = field(default_factory=list)
     # Costs on the ranks that were priced last, by split, rows, whether there are micro-batches, halves and plans for
     # halves, and plan.
@@ -117,6 +112,11 @@ class ShapeSearch:
     def space(self) -> ShapeSpace:
         """All shapes."""
         return ShapeSpace(self.graph, self.options.precision, self.devices, self.limit, self.layers)
+
+    @cached_property
+    def plans(self) -> SplitPlans:
+        """Plans of the short graph."""
+        return SplitPlans(self.short, self.cluster, self.options, self.space)
 
     def segments(self) -> None:
         """Raise unless segments of the model may be stages."""
@@ -158,7 +158,7 @@ class ShapeSearch:
         near = min(by_split, key=lambda split: abs(math.log(split.model * split.expert / node)), default=Split(1))
         for split in self._rising(by_split, near):
             self._price_split(split, by_split[split])
-        while self.found and (best := self.fastest.shape).split in self.lent:
+        while self.found and (best := self.fastest.shape).split in self.plans.lent:
             self._search_again(best)
             self._price_split(best.split, by_split[best.split])
 
@@ -169,15 +169,12 @@ class ShapeSearch:
         halved, before = self._in_halves(shapes), self.best
         self._price_all(halved)
         if self.best < before and split.expert == 1:
-            best = self.fastest.shape
-            assert best.micro is not None, "halves are those of micro-batches"
-            self._price_all(halved, self._short_plans(best, best.micro))
+            self._price_all(halved, self.plans.for_halves(self.fastest.shape))
 
     def _search_again(self, shape: Shape) -> None:
         """Search plans of a split that has lent ones; forget what these cost."""
         split = shape.split
-        self.lent.discard(split)
-        self.pieces[split] = self._searched(shape)
+        self.plans.search_again(shape)
         self.known = {key: costs for key, costs in self.known.items() if key[0] != split}
         self.plain = {key: costs for key, costs in self.plain.items() if key[0] != split}
         self.layer_seconds = {key: seconds for key, seconds in self.layer_seconds.items() if key[0] != split}
@@ -308,7 +305,7 @@ class ShapeSearch:
         """Find the best stages of a shape, under the plans of its split or under plans that were made for halves."""
         self.tried += 1
         try:
-            plans = self._plans(shape) if for_halves is None else for_halves
+            plans = self.plans.of(shape) if for_halves is None else for_halves
         except (LayoutError, NoFeasiblePlan):
             return  # the model has no such split
         for number, plan in enumerate(plans):
@@ -409,39 +406,6 @@ class ShapeSearch:
         key, seconds = (shape.split, shape.rows, shape.halves), float(found.seconds[0].sum())
         self.layer_seconds[key] = min(self.layer_seconds.get(key, math.inf), seconds)
         return found
-
-    def _plans(self, shape: Shape) -> tuple[StepPlan, ...]:
-        """Return plans of the short graph, at several prices of memory."""
-        split = shape.split
-        if split not in self.pieces:
-            lent = self._lent_plans(shape)
-            if lent:
-                self.lent.add(split)
-            self.pieces[split] = lent or self._searched(shape)
-        return self.pieces[split]
-
-    def _lent_plans(self, shape: Shape) -> tuple[StepPlan, ...]:
-        """Return the plans of another number of ranks for the experts; none where they leave parameters whole."""
-        for split, plans in self.pieces.items() if shape.expert > 1 else ():
-            if split.expert > 1 and plans and (plans[0].axes.get(DATA, 1) > 1 or shape.data == 1):
-                return plans
-        return ()
-
-    def _searched(self, shape: Shape) -> tuple[StepPlan, ...]:
-        batch = self.graph.dims[BATCH].size
-        # As many stages as memory asks for, and at least two micro-batches of one row for each rank.
-        stages, expert = self.space.stages_for(shape.split), shape.expert
-        ranks = max(1, self.devices // prod(shape.split) // stages)
-        data = max(
-            (each for each in divisors(ranks) if batch // expert % each == 0 and batch // expert // each > 1),
-            default=1,
-        )
-        return self._short_plans(replace(shape, data=data), MicroBatches(batch // (data * expert), BATCH))
-
-    def _short_plans(self, shape: Shape, micro: MicroBatches) -> tuple[StepPlan, ...]:
-        """Return plans on the axes of a shape, with the micro-batches in flight that memory asks for."""
-        in_flight = min(self.space.stages_for(shape.split), micro.count)
-        return tuple(short_plans(self.short, self.cluster, self.options, micro, SubMesh(shape.axes), in_flight))
 
 
 def _schedules(shape: Shape) -> Sequence[ScheduleChoice]:

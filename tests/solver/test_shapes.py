@@ -30,6 +30,7 @@ from autopar.solver.search.joined_axes import kind_of
 from autopar.solver.segments import ACTIVATIONS, GROWING, ONCE, ROOMS
 from autopar.solver.shapes import SLACK, ShapeSearch
 from autopar.solver.solve import solve_plan
+from autopar.solver.split_plans import SplitPlans
 from autopar.solver.stage_design import SCHEDULES, _least_seconds, design_stages
 from autopar.solver.staged_plan import StagedPlan, plan_without_stages, with_bound
 from examples.gpt import gpt
@@ -162,7 +163,7 @@ def test_costs_on_fewer_rows_are_no_more_than_those_on_more_rows() -> None:
     """What costs on one and two rows leave to four is at most what four rows cost, and not much less."""
     search = search_of(traced(layers=4), 4, 20 * 2**30)
     shapes = [Shape(2, 2, 1, 16 // rows, rows) for rows in (1, 2, 4)]
-    plan = search._plans(shapes[0])[0]
+    plan = search.plans.of(shapes[0])[0]
     one, two, four = (search._costs(shape, plan, STATES[:-1]) for shape in shapes)
     found = two.on_more_rows(2.0, one, 2.0, SLACK)
     for name in (*GROWING, *ACTIVATIONS, *ONCE):
@@ -176,7 +177,7 @@ def test_costs_on_fewer_rows_are_no_more_than_those_on_more_rows() -> None:
 def test_no_design_takes_less_than_its_least_time() -> None:
     """What rules designs out before tasks are simulated is a lower bound, and a close one."""
     search, shape = search_of(traced(), 4), Shape(4, 1, 1, 16, 2)
-    costs = search._costs(shape, search._plans(shape)[0], STATES[:-1])
+    costs = search._costs(shape, search.plans.of(shape)[0], STATES[:-1])
     sends = search.sends(costs, shape)
     for choice in SCHEDULES[:6]:
         found = design_stages(costs, H100, 4, 16, choice, [math.inf] * 4, sends)
@@ -228,8 +229,8 @@ def test_halves_are_tried_where_activations_are_sent() -> None:
     """A mesh without stages that is followed in halves is followed without them, too: estimates are rough."""
     search = search_of(mixture(), 16, 10 * 2**30)
     followed = search.promising()
-    assert any(split.expert > 1 for split in search.pieces)
-    for split in search.pieces:
+    assert any(split.expert > 1 for split in search.plans.found)
+    for split in search.plans.found:
         tried = {halves for own, _, halves in search.layer_seconds if own == split}
         assert tried == ({False} if split == Split(1) else {False, True}), split
     for one in search.found:
@@ -261,7 +262,7 @@ def test_plans_for_another_number_of_expert_ranks_are_as_good() -> None:
     lent.found.clear()
     for search in (lent, own):
         search.price(other)
-    assert (lent.lent, own.lent) == ({other.split}, set())
+    assert (lent.plans.lent, own.plans.lent) == ({other.split}, set())
     assert own.best < math.inf
     assert lent.best <= 1.01 * own.best
 
@@ -269,19 +270,17 @@ def test_plans_for_another_number_of_expert_ranks_are_as_good() -> None:
 def test_the_best_number_of_expert_ranks_has_plans_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     search, searched = search_of(mixture(), 16, 10 * 2**30), list[Split]()
     first, other = Shape(2, 2, 1, 4, 2, expert=4), Shape(2, 4, 1, 4, 2, expert=2)
-    of_shape = ShapeSearch._searched
-    monkeypatch.setattr(
-        ShapeSearch, "_searched", lambda self, one: (searched.append(one.split), of_shape(self, one))[1]
-    )
+    of_shape = SplitPlans._searched
+    monkeypatch.setattr(SplitPlans, "_searched", lambda self, one: (searched.append(one.split), of_shape(self, one))[1])
     search.price(first)
     search._price_splits({other.split: [other]})
     assert searched == [first.split]
-    assert search.lent == {other.split}
+    assert search.plans.lent == {other.split}
     search.found.clear()
     search._price_splits({other.split: [other]})
     assert searched == [first.split, other.split]
-    assert not search.lent
-    assert search.pieces[other.split] is not search.pieces[first.split]
+    assert not search.plans.lent
+    assert search.plans.found[other.split] is not search.plans.found[first.split]
 
 
 def test_more_ranks_than_experts() -> None:
@@ -292,7 +291,7 @@ def test_more_ranks_than_experts() -> None:
         micro, axes = MicroBatches(2), {"dp": 8, "tp": 1}
         layout = parse_layout("batch -> dp; @*experts* { expert -> dp }; * -> none")
         plan = propagate_plan(slice_in_time(search.short.graph, micro), layout, axes)
-        search.pieces[Split(1)] = (plan,)
+        search.plans.found[Split(1)] = (plan,)
         search.price(Shape(2, data, 1, 4, 64 // data // 4))
         assert bool(search.found) == (data == 8)
 
@@ -300,7 +299,7 @@ def test_more_ranks_than_experts() -> None:
 def test_a_design_to_beat_changes_no_faster_design() -> None:
     """Cuts that leave no chance with one set of recompute modes are made again, as without anything to beat."""
     search, shape = search_of(traced(), 4), Shape(4, 1, 1, 16, 2)
-    costs = search._costs(shape, search._plans(shape)[0], STATES[:-1])
+    costs = search._costs(shape, search.plans.of(shape)[0], STATES[:-1])
     # Many layers of one kind, so that cuts can move work between stages.
     layers = (costs.sequence[0], *[costs.sequence[2]] * 40, costs.sequence[-1])
     costs = replace(costs, sequence=layers, layers=("", *["layer"] * 40, ""), _columns={})
