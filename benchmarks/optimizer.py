@@ -3,8 +3,9 @@
     python -m benchmarks.optimizer                    # the small GPT under ddp, on 2 Gloo ranks of one thread each
     python -m benchmarks.optimizer --size host --layout fsdp
 
-Elementwise optimizers of torch step on this rank's shards. A subclass does not, which shows the price of DTensors. The
-three take turns step by step. Times are medians of the processor time of the first rank's main thread.
+Elementwise optimizers of torch step on this rank's shards, by default on small ones together. A subclass does not,
+which shows the price of DTensors. The three take turns step by step. Times are medians of the processor time of the
+first rank's main thread.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from examples.gpt import gpt
 
 WARM_UP = 3
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "AdamW": lambda parameters: AdamW(parameters, lr=1e-5, foreach=False),
+    "AdamW": lambda parameters: AdamW(parameters, lr=1e-5),
+    "AdamW, one by one": lambda parameters: AdamW(parameters, lr=1e-5, foreach=False),
     "AdamW, foreach": lambda parameters: AdamW(parameters, lr=1e-5, foreach=True),
     "AdamW, fused": lambda parameters: AdamW(parameters, lr=1e-5, fused=True),
-    "SGD": lambda parameters: SGD(parameters, lr=1e-5, foreach=False),
-    "SGD with momentum": lambda parameters: SGD(parameters, lr=1e-5, momentum=0.9, foreach=False),
+    "SGD": lambda parameters: SGD(parameters, lr=1e-5),
+    "SGD with momentum": lambda parameters: SGD(parameters, lr=1e-5, momentum=0.9),
 }
 HEAD = f"{'milliseconds':20} {'plain':>8} {'ours':>8} {'DTensors':>9} {'ours ÷ plain':>13} {'DTensors ÷ plain':>17}"
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.runtime.local_step import ALIKE_TOGETHER, AT_A_TIME, SMALL, _pieces
 from autopar.runtime.module import ParallelModule
 from examples.gpt import gpt
 from tests.runtime.launcher import in_turn, launch
@@ -67,21 +68,24 @@ def model_and_inputs() -> tuple[nn.Module, Tensor]:
     return Model().double(), torch.randn(8, 8, dtype=torch.float64)
 
 
-class _OnDTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the ops on DTensors."""
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names the ops on tensors of a kind."""
 
-    count: int = 0
+    def __init__(self, kind: type[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kind = kind
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += any(issubclass(kind, DTensor) for kind in types)
+        if self.kind is Tensor or any(issubclass(kind, self.kind) for kind in types):
+            self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
 def ops_on_dtensors(step: Callable[[], Any]) -> int:
-    with _OnDTensors() as mode:  # type: ignore[no-untyped-call]
+    with _Ops(DTensor) as mode:
         step()
-    count: int = mode.count
-    return count
+    return len(mode.names)
 
 
 def trained(model: nn.Module, x: Any, optimizer: Optimizer, count: int = 3) -> list[float]:
@@ -338,8 +342,32 @@ def scale() -> dict[str, Any]:
     return found
 
 
+def together() -> dict[str, Any]:
+    """Small shards are updated by few ops; those that cannot be, one by one."""
+    model, x = model_and_inputs()
+    parallel = autopar.parallelize(model, "dp=2", (x,), layout="ddp")
+    found: dict[str, Any] = {}
+    make: Callable[[Any], Optimizer]
+    for name, make in (
+        ("AdamW", lambda p: optim.AdamW(p)),
+        ("one by one", lambda p: optim.AdamW(p, foreach=False)),
+        ("rate as a tensor", lambda p: optim.AdamW(p, lr=torch.tensor(1e-3))),
+        ("NAdam", lambda p: optim.NAdam(p)),
+        ("states of another dtype", lambda p: optim.SGD(p, lr=0.1, momentum=0.9)),
+    ):
+        optimizer = make(parallel.parameters())
+        trained(parallel, x, optimizer)
+        if name == "states of another dtype":
+            for state in optimizer.state.values():
+                state["momentum_buffer"] = state["momentum_buffer"].float()
+        with _Ops(Tensor) as mode:
+            optimizer.step()
+        found[name] = sum("_foreach_" in op for op in mode.names), len(mode.names)
+    return found
+
+
 def seen_by_others() -> dict[str, Any]:
-    return in_turn(*((each, ()) for each in (compare, hooks, closures, errors, others, mixed, load, scale)))
+    return in_turn(*((each, ()) for each in (compare, hooks, closures, errors, others, mixed, load, scale, together)))
 
 
 def test_steps_on_shards() -> None:
@@ -352,7 +380,17 @@ def test_steps_on_shards() -> None:
         assert {name for name, count in found["others"].items() if not count} == set()
         assert found["mixed"] == {"ours": [], "plain": []}
         assert found["load"] == {"copied": [], "loaded": []}
+        check_together(found["together"])
         assert found["scale"] == dict.fromkeys(("AdamW", "AdamW, foreach", "AdamW, fused"), (2.0, []))
+
+
+def check_together(counts: dict[str, tuple[int, int]]) -> None:
+    """Compare the ops that work on several tensors, and all ops, by way of the step."""
+    together, every = counts.pop("AdamW")
+    assert together > 5
+    assert every < 0.6 * counts["one by one"][1]
+    assert len(counts) == 4
+    assert [name for name, (several, _) in counts.items() if several] == []
 
 
 def check_steps(cases: dict[str, Any]) -> None:
@@ -363,6 +401,52 @@ def check_steps(cases: dict[str, Any]) -> None:
     assert len(compared) == 3 * (len(OPTIMIZERS) - len(ON_SHARDS_ALONE))
     assert {name: case["differences"] for name, case in compared.items() if case["differences"]} == {}
     assert [name for name, case in compared.items() if not case["norms"]] == []
+
+
+def test_small_shards_are_taken_in_pieces() -> None:
+    sizes = [*[SMALL - 1] * (AT_A_TIME // SMALL), SMALL, 3]
+    pieces = list(_pieces([torch.zeros(size) for size in sizes]))
+    assert [one.numel() for piece in pieces for one in piece] == sizes
+    assert [len(piece) for piece in pieces] == [AT_A_TIME // SMALL, 2]
+    assert list(_pieces([])) == []
+
+
+SETTINGS: dict[type[Optimizer], list[dict[str, Any]]] = {
+    optim.SGD: [{"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.3}],
+    optim.Adam: [{"amsgrad": True}, {"betas": (0.8, 0.7), "eps": 1e-3}],
+    optim.AdamW: [{"amsgrad": True}, {"betas": (0.8, 0.7), "eps": 1e-3}],
+    optim.Adagrad: [{"lr_decay": 0.1, "initial_accumulator_value": 0.1}],
+    optim.RMSprop: [{"momentum": 0.5, "centered": True}],
+    optim.Adadelta: [{"rho": 0.7}],
+    optim.Adamax: [{"betas": (0.8, 0.7), "eps": 1e-3}],
+    optim.Rprop: [{"etas": (0.4, 1.3)}],
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ALIKE_TOGETHER, key=lambda kind: kind.__name__))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_classes_update_alike_together(kind: type[Optimizer], dtype: torch.dtype) -> None:
+    """One by one and together the parameters and states are the same to the last bit."""
+    decays: list[dict[str, Any]] = [{}] if kind is optim.Rprop else [{}, {"weight_decay": 0.1}]
+    for settings in ({}, *SETTINGS[kind]):
+        for decay in decays:
+            for maximize in (False, True):
+                torch.manual_seed(0)
+                of_each: list[list[Any]] = []
+                shapes = ((1,), (7,), (64,), (33, 5), (128, 16), (8, 3, 2))
+                values = [[torch.randn(shape, dtype=dtype) for shape in shapes] for _ in range(6)]
+                for foreach in (False, True):
+                    parameters = [value.clone().requires_grad_() for value in values[0]]
+                    make: Any = kind
+                    optimizer = make(parameters, foreach=foreach, maximize=maximize, **settings, **decay)
+                    for gradients in values[1:]:
+                        for parameter, gradient in zip(parameters, gradients, strict=True):
+                            parameter.grad = gradient.clone()
+                        optimizer.step()
+                    states = [list(optimizer.state[parameter].items()) for parameter in parameters]
+                    of_each.append([described(one) for one in parameters])
+                    of_each[-1] += [(name, described(value)) for state in states for name, value in state]
+                assert of_each[0] == of_each[1], (settings, decay, maximize)
 
 
 def shard() -> dict[str, Any]:
