@@ -21,6 +21,7 @@ from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.runtime.call_cache import CallCache, Disagreement
 from autopar.runtime.call_planner import FixedInputs, Planner
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
+from autopar.runtime.compiler_order import keep_order_in_backward
 from autopar.runtime.hosts import HostAnswers, save_pretrained
 from autopar.runtime.input_rows import batch_shard, from_rows
 from autopar.runtime.kept_calls import SizeOptions
@@ -219,6 +220,7 @@ class ParallelModule(ClosedModule, metaclass=ModelClass):
 
     @_untraced
     def _end_untraced(self, plan: CompiledCall, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
+        keep_order_in_backward(outputs)
         return self._end(plan, given, outputs)
 
     def batch_shard(self, dim: str = "batch") -> tuple[int, int]:

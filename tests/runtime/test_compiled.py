@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.utils import run_fw_bw_and_get_code
 
 import autopar
 from examples.gpt import gpt
@@ -20,6 +21,8 @@ from tests.runtime.training import Inputs, gap, gradient_gap
 
 ENDS = 2
 """Graph breaks: the two ends of a call, which look up the graph and hand out results, are left to Python."""
+
+SUMS = "torch.ops.autopar.sums_begun.default("
 
 STRATEGIES = {
     "ddp": "ddp(dp=a*b)",
@@ -112,6 +115,32 @@ def test_compiled_is_what_it_is_without(mesh: str) -> None:
 def test_inductor() -> None:
     for found in launch(by_inductor, ranks=2):
         check(found)
+
+
+def order_of_sums() -> dict[str, Any]:
+    """Return after which share of the products of a lowered backward each sum of gradients begins."""
+    torch.manual_seed(0)
+    torch._inductor.config.force_disable_caches = True  # another run may have lowered it otherwise
+    model, inputs = gpt(batch=4, seq=64, vocab=1024, d_model=128, heads=4, layers=4)
+    parallel = autopar.parallelize(model, "dp=2", inputs, layout="ddp")
+    compiled: Any = torch.compile(parallel)
+    _, codes = run_fw_bw_and_get_code(lambda: compiled(**inputs))
+    (code,) = (code for code in codes if SUMS in code)
+    parts = [part.count("extern_kernels.") for part in code.split(SUMS)]
+    return {
+        "begin after": [sum(parts[: i + 1]) / sum(parts) for i in range(len(parts) - 1)],
+        "option": torch._inductor.config.reorder_for_peak_memory,
+    }
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_begins_sums_when_gradients_are_there() -> None:
+    """Not all of them after the whole backward, where nothing hides them; other graphs are lowered as ever."""
+    for found in launch(order_of_sums, ranks=2):
+        first, *_, last = found["begin after"]
+        assert first < 0.85
+        assert last > 0.9
+        assert found["option"] is True
 
 
 def in_micro_batches() -> dict[str, float]:

@@ -1,0 +1,69 @@
+"""Keep the order of a graph's ops while torch.compile lowers it.
+
+Inductor orders ops anew where its estimate of the peak memory falls. Sums of gradients need new buffers, so it begins
+all of them after the whole backward, where nothing hides them. In the order of the graph each sum begins as soon as its
+gradients are there, and the memory is that of the plan.
+
+Inductor lowers the backward when it first runs, so hooks of its autograd node switch the option off and on again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["keep_order_in_backward"]
+
+_OPTION = "reorder_for_peak_memory"
+# Most nodes of autograd between a result and the compiled graph: a view of it, or two.
+_DEPTH = 4
+
+
+def keep_order_in_backward(outputs: Sequence[Any]) -> None:
+    """Let Inductor keep the order of the backward of a compiled graph with these results."""
+    found = {_compiled_node(one.grad_fn) for one in outputs if isinstance(one, Tensor) and one.grad_fn is not None}
+    for node in found - {None}:
+        keeper = _OrderKeeper()
+        node.register_prehook(keeper.keep)
+        node.register_hook(keeper.restore)
+
+
+def _compiled_node(node: Any) -> Any:
+    """Return the autograd node of a compiled graph from which another node reads; None where there is none."""
+    for _ in range(_DEPTH):
+        if node is None or "CompiledFunction" in node.name():
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+class _OrderKeeper:
+    """Keeps the order of ops during a backward."""
+
+    # The option as the user has it.
+    _users: Any = None
+
+    def keep(self, gradients: Any) -> None:
+        self._users = getattr(_config(), _OPTION, None)
+        if self._users:
+            _set(False)
+
+    def restore(self, of_inputs: Any, of_outputs: Any) -> None:
+        if self._users:
+            _set(self._users)
+
+
+def _config() -> Any:
+    """Return the options of Inductor, which only a compiler imports; None where it is another one."""
+    return sys.modules.get("torch._inductor.config")
+
+
+def _set(value: Any) -> None:
+    setattr(_config(), _OPTION, value)
+    # The backward of a compiled graph runs in a copy of the context in which the whole backward began.
+    if torch._C._is_key_in_tls("context"):
+        torch._C._get_obj_in_tls("context").run(setattr, _config(), _OPTION, value)
