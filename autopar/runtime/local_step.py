@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -236,6 +237,9 @@ class _Shards:
 
     def give_back(self, optimizer: Optimizer, stand_in: Optimizer) -> bool:
         """Store the states that a stand-in has made; return whether there are any."""
+        if self.source is not None and self._is_unchanged(stand_in.state):
+            self._drop_gradients()
+            return False
         hosted: dict[int, list[HostShard]] = {number: [] for number in range(len(stand_in.param_groups))}
         made = False
         for shard in self.shards:
@@ -251,9 +255,21 @@ class _Shards:
             step_from_host(stand_in, list(hosted.values()), keep)
         # The rest are plain parameters.
         optimizer.state.update(stand_in.state)
-        for shard in self.shards:
-            shard.local.grad = None  # the shard may be kept longer than the gradient
+        self._drop_gradients()
         return made
+
+    def _is_unchanged(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Return whether all states are those from before the step, where all parameters are ours."""
+        if len(states) != len(self.states):
+            return False
+        before = [value for shard in self.shards for value in shard.states.values()]
+        after = list(chain.from_iterable(map(dict.values, self.states.values())))
+        return len(before) == len(after) and all(map(operator.is_, before, after))
+
+    def _drop_gradients(self) -> None:
+        """Forget the gradients: shards may be kept longer."""
+        for shard in self.shards:
+            shard.local.grad = None
 
 
 class _ShardSource(NamedTuple):
