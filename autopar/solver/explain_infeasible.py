@@ -115,6 +115,8 @@ def _without_the_layout(work: SearchPhases, shown: list[str]) -> str:
     """Return whether the layout makes memory short; add the conflicting lines to `shown`."""
     incumbent = work.incumbent
     least_bytes = _least(work, BoundLayout(incumbent.setting.graph, Layout(()), incumbent.setting.axes)).least_bytes
+    if not math.isfinite(least_bytes):  # nothing was found that can run
+        return ""
     if least_bytes >= incumbent.least_bytes:
         return "; without the layout it is no less"
     if least_bytes > incumbent.limit:

@@ -30,6 +30,7 @@ from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.objective import Hinges, Sum
 from autopar.solver.published_strategies import StrategyOffers, strategy_plans
+from autopar.solver.search import lagrangian
 from autopar.solver.search.lower_memory import least_memory
 from autopar.solver.search.phases import Incumbent, SearchPhases
 from autopar.solver.setting import PlanningProblem
@@ -172,7 +173,10 @@ def test_lines_that_conflict_are_told_and_no_others() -> None:
     assert [line.split("|")[0].strip() for line in shown] == ["<layout>:2", "<layout>:4"]
 
 
-def test_where_memory_is_short_the_layout_is_named_if_it_is_to_blame() -> None:
+@pytest.mark.parametrize("few", [0, lagrangian.FEW])
+def test_where_memory_is_short_the_layout_is_named_if_it_is_to_blame(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a larger model, whose plans that surely fit are not priced at first."""
+    monkeypatch.setattr(lagrangian, "FEW", few)
     graph, said = small(), parse_layout("* -> none")
     whole = solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, strategies=False, time_limit=3600)
     limit = 0.8 * whole.costs.memory.peak_bytes

@@ -366,7 +366,9 @@ def search_least_memory(work: SearchPhases, only_one: bool = False, is_hopeless:
         if (work.setting, mode) in incumbent.tried:
             continue
         model = work.model(is_limited=True, recompute=dict.fromkeys(work.layers, mode))
-        least_memory(work.search(model, incumbent.limit / 2**30, np.inf))
+        search = work.search(model, incumbent.limit / 2**30, np.inf)
+        least_memory(search)
+        search.end()
         incumbent.tried.add((work.setting, mode))
 
 
