@@ -426,3 +426,25 @@ def test_unknown_optimizer() -> None:
     assert str(error.value) == (
         f"no optimizer is called 'adamx'; did you mean 'adamax'?\nfix: take one of {', '.join(OPTIMIZERS)}"
     )
+
+
+class SelfAttention(nn.Module):
+    """Causal attention whose activations are larger than its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (4, 16)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+@pytest.mark.parametrize("pin", ["s -> cp, t -> cp", "s -> cp"])
+def test_a_ring_and_a_gather_of_keys(pin: str) -> None:
+    """A ring holds keys and values of two ranks beside its own ones and their gradients, a gather those of all."""
+    layout = f"fold seq; seq -> cp; op @/folded_attention[{pin}]; * -> none"
+    plan = autopar.plan(
+        SelfAttention(), "cp=8", (torch.randn(1, 4096, 64),), layout=layout, cluster="h100", cache=False
+    )
+    assert plan.costs.memory.peak_bytes == pytest.approx(measure(plan.graph, plan.decided).peak_bytes, rel=0.01)
