@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from copy import copy
 from operator import attrgetter
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.lowering.modules.bucket import waited
-from autopar.runtime.local_step import step_locally
+from autopar.runtime.local_step import local_tensor, same_objects, step_locally
 
 __all__ = ["LocalParameters"]
 
@@ -50,10 +49,10 @@ class LocalParameters:
             self._written()
         if not torch.is_grad_enabled() or not any(map(_requires_grad, parameters)):
             return tuple(parameter.to_local() for parameter in parameters)
-        given = [*parameters, *map(_local, parameters)]
-        if compiled != self._compiled or not _same(given, self._given):
+        given = [*parameters, *map(local_tensor, parameters)]
+        if compiled != self._compiled or not same_objects(given, self._given):
             own = [parameter._spec for parameter in parameters]
-            if not _same(own, self._own):
+            if not same_objects(own, self._own):
                 self._own, self._copies = own, [copy(spec) for spec in own]
             step_locally(parameters, self._offload_states)
             self._given, self._compiled = given, compiled
@@ -62,7 +61,7 @@ class LocalParameters:
 
 
 # C functions: they run on all parameters at every call.
-_requires_grad, _local, _version = map(attrgetter, ("requires_grad", "_local_tensor", "_version"))
+_requires_grad, _version = map(attrgetter, ("requires_grad", "_version"))
 
 
 def _versions(parameters: Sequence[DTensor]) -> list[int] | None:
@@ -71,10 +70,6 @@ def _versions(parameters: Sequence[DTensor]) -> list[int] | None:
         return list(map(_version, parameters))
     except RuntimeError:
         return None
-
-
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class _Locals(torch.autograd.Function):

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar.errors import AutoparError
 from autopar.runtime.host_states import HostShard, step_from_host
 
-__all__ = ["ELEMENTWISE", "step_locally"]
+__all__ = ["ALIKE_TOGETHER", "ELEMENTWISE", "local_tensor", "same_objects", "step_locally"]
 
 # Exact classes: a subclass may compute anything. Adafactor, Muon and LBFGS compute across elements.
 ELEMENTWISE = frozenset(
@@ -237,9 +236,6 @@ class _Shards:
 
     def give_back(self, optimizer: Optimizer, stand_in: Optimizer) -> bool:
         """Store the states that a stand-in has made; return whether there are any."""
-        if self.source is not None and self._is_unchanged(stand_in.state):
-            self._drop_gradients()
-            return False
         hosted: dict[int, list[HostShard]] = {number: [] for number in range(len(stand_in.param_groups))}
         made = False
         for shard in self.shards:
@@ -255,21 +251,9 @@ class _Shards:
             step_from_host(stand_in, list(hosted.values()), keep)
         # The rest are plain parameters.
         optimizer.state.update(stand_in.state)
-        self._drop_gradients()
-        return made
-
-    def _is_unchanged(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Return whether all states are those from before the step, where all parameters are ours."""
-        if len(states) != len(self.states):
-            return False
-        before = [value for shard in self.shards for value in shard.states.values()]
-        after = list(chain.from_iterable(map(dict.values, self.states.values())))
-        return len(before) == len(after) and all(map(operator.is_, before, after))
-
-    def _drop_gradients(self) -> None:
-        """Forget the gradients: shards may be kept longer."""
         for shard in self.shards:
-            shard.local.grad = None
+            shard.local.grad = None  # the shard may be kept longer than the gradient
+        return made
 
 
 class _ShardSource(NamedTuple):
@@ -285,7 +269,7 @@ class _ShardSource(NamedTuple):
         for group in optimizer.param_groups:
             parameters = group["params"]
             try:
-                shards = list(map(_local, parameters))
+                shards = list(map(local_tensor, parameters))
             except AttributeError:
                 return None
             states = [state for state in map(optimizer.state.get, parameters) if state]
@@ -298,12 +282,15 @@ class _ShardSource(NamedTuple):
         return found
 
     def is_same(self, other: _ShardSource) -> bool:
-        numbers = self.numbers == other.numbers and len(self.tensors) == len(other.tensors)
-        return numbers and all(map(operator.is_, self.tensors, other.tensors))
+        return self.numbers == other.numbers and same_objects(self.tensors, other.tensors)
 
 
-# C functions: they run on all parameters at every step.
-_local, _spec = map(attrgetter, ("_local_tensor", "_spec"))
+# C functions: they run on all parameters at every call and at every step.
+local_tensor, _spec = map(attrgetter, ("_local_tensor", "_spec"))
+
+
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _stand_in(optimizer: Optimizer) -> Optimizer | None:
