@@ -7,7 +7,6 @@ the first such number are lent to the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -58,8 +57,9 @@ class SplitPlans:
 
     def _lent(self, shape: Shape) -> tuple[StepPlan, ...]:
         """Return the plans of another number of ranks for the experts; none where they leave parameters whole."""
-        others: Mapping[Split, tuple[StepPlan, ...]] = self.found if shape.expert > 1 else {}
-        for split, plans in others.items():
+        if shape.expert == 1:
+            return ()
+        for split, plans in self.found.items():
             if split.expert > 1 and plans and (plans[0].axes.get(DATA, 1) > 1 or shape.data == 1):
                 return plans
         return ()
