@@ -1,8 +1,8 @@
 """Keep the order of a graph's ops while torch.compile lowers it.
 
-Inductor orders ops anew where its estimate of the peak memory falls. Sums of gradients need new buffers, so it begins
-all of them after the whole backward, where nothing hides them. In the order of the graph each sum begins as soon as its
-gradients are there, and the memory is that of the plan.
+Inductor orders ops anew where its estimate of the peak memory falls. Sums of gradients need new buffers, so it may
+begin all of them after the whole backward, where nothing hides them. In the order of the graph each sum begins as soon
+as its gradients are there, and the memory is that of the plan.
 
 Inductor lowers the backward when it first runs, so hooks of its autograd node switch the option off and on again.
 """
@@ -10,7 +10,7 @@ Inductor lowers the backward when it first runs, so hooks of its autograd node s
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,13 +48,13 @@ class _OrderKeeper:
     _users: Any = None
 
     def keep(self, gradients: Any) -> None:
-        self._users = getattr(_config(), _OPTION, None)
+        self._users = _in_backward(getattr, _config(), _OPTION, None)
         if self._users:
-            _set(False)
+            _in_backward(setattr, _config(), _OPTION, False)
 
     def restore(self, of_inputs: Any, of_outputs: Any) -> None:
         if self._users:
-            _set(self._users)
+            _in_backward(setattr, _config(), _OPTION, self._users)
 
 
 def _config() -> Any:
@@ -62,8 +62,10 @@ def _config() -> Any:
     return sys.modules.get("torch._inductor.config")
 
 
-def _set(value: Any) -> None:
-    setattr(_config(), _OPTION, value)
-    # The backward of a compiled graph runs in a copy of the context in which the whole backward began.
-    if torch._C._is_key_in_tls("context"):
-        torch._C._get_obj_in_tls("context").run(setattr, _config(), _OPTION, value)
+def _in_backward(run: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function where compiled graphs of this backward see its options.
+
+    That is a copy of the context in which the backward began; older versions of torch have none.
+    """
+    context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
+    return run(*arguments) if context is None else context.run(run, *arguments)
