@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from autopar.ir.analysis.op_memory import fake_input, measure
+from autopar.ir.analysis.op_memory import Footprint, fake_input, measure
 from autopar.rules.shard_call import folded
 from autopar.rules.shard_call.key_blocks import Stretches, hop_works, shard_stretches, visible
 from autopar.rules.shard_call.ring import RingShard, attend_ring
@@ -161,28 +161,49 @@ def test_a_fold_gives_each_hop_as_much() -> None:
 
 
 class NoRing:
-    """Ring that sends nothing."""
+    """Ring that sends nothing, and holds each message until the hop has ended."""
 
     place = 0
     most_places = None
 
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
     def begin(self, message: Tensor, received: int) -> Tensor:
+        self.sent.append(message)
         return message.new_empty(received)
 
     def end(self, message: Tensor) -> Tensor:
+        self.sent.pop(0)
         return message
+
+
+def footprint(rows: Stretches, keys: list[Stretches], causal: bool, dtype: torch.dtype) -> Footprint:
+    shard = RingShard(rows, tuple(keys), causal, window=0, columns=())
+    sizes = [sum(stretch.count for stretch in one) for one in (rows, keys[0], keys[0])]
+    with FakeTensorMode():
+        operands = [fake_input((1, 2, size, 64), dtype, True) for size in sizes]
+        return measure(operands, lambda: attend_ring(*operands, None, None, False, shard, NoRing()))  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_keys_of_two_ranks_are_in_memory(ranks: int) -> None:
     # So few rows that keys and values are nearly all of the memory.
-    rows, keys = shard_stretches(1, 2, 0, 2), shards(ranks, 1, 4096 * ranks)
-    shard = RingShard(rows, tuple(keys), causal=False, window=0, columns=())
-    with FakeTensorMode():
-        operands = [fake_input((1, 2, count, 64), torch.float64, True) for count in (2, 4096, 4096)]
-        found = measure(operands, lambda: attend_ring(*operands, None, None, False, shard, NoRing()))  # type: ignore[call-arg]
+    found = footprint(shard_stretches(1, 2, 0, 2), shards(ranks, 1, 4096 * ranks), False, torch.float64)
     size = 2 * 2 * 4096 * 64 * 8
     assert 2 <= found.forward_bytes / size < 2.01
     # In the backward as many gradients, and those that a kernel makes.
     assert 4 <= found.backward_bytes / size < 5.01
     assert found.internal_bytes < 0.01 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [3, 8])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_ring_takes_keys_of_two_ranks_more_than_own_rows(pieces: int, ranks: int, dtype: torch.dtype) -> None:
+    keys = shards(ranks, pieces, 512 * ranks)
+    ring, own = footprint(keys[0], keys, True, dtype), footprint(keys[0], keys[:1], True, dtype)
+    size = 2 * 2 * 512 * pieces * 64 * dtype.itemsize
+    assert ring.forward_bytes - own.forward_bytes <= 2 * size
+    # Own rows in the order of a fold are copied; before the gradients of other keys are there, these copies are gone.
+    assert ring.backward_bytes - own.backward_bytes <= (2 if pieces == 2 else 4) * size

@@ -3,8 +3,8 @@
 Each rank begins with its own keys and values, and in each hop sends those that it has to the next rank. The next ones
 are on their way while a kernel works on these. Results are merged by the logarithms of the sums of their weights. In
 the backward keys and values pass once more, and their gradients follow them: those of the own keys stay at home, all
-others arrive there with the last hop. At most the keys and values of two ranks are in memory beside the own ones, and
-in the backward as many gradients.
+others arrive there with the last hop. At most the keys and values of two ranks are in memory beside the own ones: those
+that are read and sent, and those that arrive. In the backward as many gradients are sent and arrive beside them.
 """
 
 from __future__ import annotations
@@ -162,6 +162,25 @@ class _Hops:
         self.begun = None
 
 
+class _Gradients:
+    """Gradients of keys and values that pass from rank to rank behind their keys; each rank adds its own."""
+
+    def __init__(self, ring: KeyRing, like: Tensor) -> None:
+        self.ring, self.like = ring, like
+        self.begun: Tensor | None = None
+
+    def begin(self, message: Tensor, received: int) -> None:
+        """Begin to send the gradients of keys, and to receive those of the keys of the place before."""
+        self.begun = self.ring.begin(message, received)
+
+    def end(self, numel: int) -> Tensor:
+        """Return the gradients that arrive, or zeros where no rank had these keys before."""
+        if self.begun is None:
+            return self.like.new_zeros(numel)
+        begun, self.begun = self.begun, None
+        return self.ring.end(begun)
+
+
 # -- one block of keys -------------------------------------------------------------------------------------------------
 
 
@@ -205,21 +224,35 @@ class _Pass:
             _merge(found, sums, call.rows, *FORWARD[self.kernel](take_rows(q, call.rows), *seen, part, self.scale))
 
     def gradients(
-        self, saved: tuple[Tensor, ...], hops: _Hops, bias: Tensor | None, of_q: Tensor, made: Tensor
-    ) -> None:
-        """Add the gradients of the rows, and of the keys and values of one place."""
+        self,
+        saved: tuple[Tensor, ...],
+        hops: _Hops,
+        bias: Tensor | None,
+        of_q: Tensor,
+        arriving: _Gradients,
+    ) -> Tensor:
+        """Add the gradients of the rows, and return those of the keys and values of one place, as one message."""
         gradient, q, result, sums = saved
-        of_keys, of_values = _opened(made, hops.keys, hops.values, hops.keys.shape[-2])
         keys, values = self.block(q, hops.keys, hops.values)
-        for call, part in self.masked(hops.place, bias):
+        calls = list(self.masked(hops.place, bias))
+        numel = _numel(hops.keys, hops.values, hops.keys.shape[-2])
+        # The gradients of one call are added where those of other ranks arrive; those of several first to each other.
+        made = None if len(calls) <= 1 else of_q.new_zeros(numel)
+        for call, part in calls:
             its, own, one = (take_rows(x, call.rows) for x in (gradient, q, result))
             total = take_rows(sums[..., None], call.rows)[..., 0]
             seen = take_rows(keys, part.ranges), take_rows(values, part.ranges)
             # With the merged result and sums, the gradients of each part are its share of those of the whole.
             back = BACKWARD[self.kernel](its.contiguous(), own, *seen, one, total, part, self.scale)
             add_rows(of_q, call.rows, back[0])
+            made = arriving.end(numel) if made is None else made
+            of_keys, of_values = _opened(made, hops.keys, hops.values, hops.keys.shape[-2])
             add_rows(of_keys, part.ranges, self.unblocked(back[1], hops.keys))
             add_rows(of_values, part.ranges, self.unblocked(back[2], hops.values))
+        if made is None or len(calls) > 1:
+            received = arriving.end(numel)
+            made = received if made is None else received.add_(made)
+        return made
 
     def block(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values as the kernel takes them."""
@@ -278,23 +311,19 @@ class _Ring(torch.autograd.Function):
         q, k, v, bias, result, sums = ctx.saved_tensors
         given, ring = ctx.call
         of_q = torch.zeros_like(in_sum_dtype(q))
-        hops = _Hops(given.shard, k, v, ring)
-        home = coming = None
+        hops, arriving = _Hops(given.shard, k, v, ring), _Gradients(ring, k)
+        home = None
         for hop in range(hops.count):
             hops.begin(hop)
-            made = of_q.new_zeros(_numel(k, v, hops.keys.shape[-2]))
-            given.gradients((gradient, q, result, sums), hops, bias, of_q, made)
-            if hop == 0:
+            made = given.gradients((gradient, q, result, sums), hops, bias, of_q, arriving)
+            if home is None:
                 home = made
             else:
-                if coming is not None:
-                    made += ring.end(coming)
                 # They go where their keys go; after the last hop that is their home.
-                count = given.shard.key_count(hops.place - 1)
-                coming = ring.begin(made.to(k.dtype), _numel(k, v, count))
+                arriving.begin(made, _numel(k, v, given.shard.key_count(hops.place - 1)))
             hops.end()
         assert home is not None, "the first block is the own one"
-        if coming is not None:
-            home += ring.end(coming)
-        of_k, of_v = _opened(home.to(k.dtype), k, v, k.shape[-2])
+        if hops.count > 1:
+            home += arriving.end(home.numel())
+        of_k, of_v = _opened(home, k, v, k.shape[-2])
         return of_q.to(q.dtype), of_k, of_v, None, None, None
