@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import autopar
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.memory.peak import memory
-from autopar.ir.analysis.op_memory import LiveBytes
+from autopar.ir.analysis.op_memory import LiveBytes, address_of
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emit import emit
@@ -166,6 +166,8 @@ class _Alone(LiveBytes):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.storages: dict[int, weakref.ref[Any]] = {}
+        # What exchanges send, by the storage that they receive in; a library holds it until an exchange has ended.
+        self.sent: dict[int, Tensor] = {}
 
     def count(self, tensor: Tensor) -> None:
         super().count(tensor)
@@ -183,11 +185,21 @@ class _Alone(LiveBytes):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.recount()
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self.sent.pop(address_of(args[0]), None)
+        elif func.namespace == "_c10d_functional":
+            return self._begun(func, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _begun(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Begin an exchange; what it sends is held until it has ended."""
         if func is torch.ops._c10d_functional.all_to_all_single.default:
             received = args[0].new_zeros((sum(args[1]), *args[0].shape[1:]))
-            self.count(received)
-            return received
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        else:
+            received = func(*args, **(kwargs or {}))
+        self.count(received)
+        self.sent[address_of(received)] = args[0]
+        return received
 
 
 class _groups:

@@ -187,16 +187,23 @@ def _argument(value: Any, operand: Tensor | None) -> Any:
 
 
 class _FakeRing:
-    """Ring of keys with the shapes of what it receives, that sends nothing."""
+    """Ring of keys that sends nothing; it holds each message until a hop has ended, as a library does."""
 
     place = 0
     # The first hop, those in which keys and gradients pass, and the last one.
     most_places = 4
 
+    def __init__(self) -> None:
+        # Messages that are sent, by the number of the object that is received.
+        self.sent: dict[int, Tensor] = {}
+
     def begin(self, message: Tensor, received: int) -> Tensor:
-        return message.new_empty(received)
+        begun = message.new_empty(received)
+        self.sent[id(begun)] = message
+        return begun
 
     def end(self, message: Tensor) -> Tensor:
+        del self.sent[id(message)]
         return message
 
 
