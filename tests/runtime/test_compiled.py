@@ -192,6 +192,35 @@ def test_sums_of_gradients_take_sizes_as_symbols() -> None:
         check(found)
 
 
+def buffers() -> dict[str, bool]:
+    """Three steps: the gradients of the first are dropped before the second, whose gradients stay in use."""
+    torch._dynamo.reset()
+    model, inputs = small_gpt()
+    parallel = autopar.parallelize(model, "a=2", inputs, layout="ddp(dp=a)")
+    compiled: Any = torch.compile(parallel, backend="aot_eager")
+    parameter = next(parallel.parameters())
+
+    def step(given: Inputs) -> Any:
+        parallel.zero_grad()
+        compiled(**given).backward()
+        return parameter.grad
+
+    first = step(inputs)._local_tensor.data_ptr()
+    second = step(inputs)
+    values = second.full_tensor().clone()
+    third = step({name: value.roll(1) for name, value in inputs.items()})
+    return {
+        "used again": first == second._local_tensor.data_ptr(),
+        "not while in use": third._local_tensor.data_ptr() != first,
+        "values stay": torch.equal(second.full_tensor(), values),
+    }
+
+
+def test_sums_of_gradients_use_their_buffer_again() -> None:
+    for found in launch(buffers, ranks=2):
+        assert all(found.values()), found
+
+
 def given_up() -> dict[str, Any]:
     """Give up the frame of `forward` while it is traced, as torch 2.11 did: the call goes on in Python."""
     model, inputs = small_gpt()

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf, prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,33 +31,39 @@ from autopar.sharding.reshard.reshard import StepKind
 _LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def sums_begun(gradients: Sequence[Tensor], move: LocalStep) -> list[Tensor]:
-    """Return pending sums over the group of a step; waiting for one of them waits for all.
+def sums_begun(gradients: Sequence[Tensor], running: BucketState) -> list[Tensor]:
+    """Return pending sums of gradients of a bucket; waiting for one of them waits for all.
 
     The compiler may not copy them before they arrive.
     """
+    move = running.bucket.backward[0][0]
     # Not `nbytes`: a compiler may take sizes as symbols.
     level = move.level_of(sum(x.numel() * x.element_size() for x in gradients))
     groups = ((move.group, move.ranks),) if level is None else level.groups
     names, ranks = ([group[i] for group in groups] for i in range(2))
-    found: list[Tensor] = torch.ops.autopar.sums_begun.default(list(gradients), names, ranks)
+    found: list[Tensor] = torch.ops.autopar.sums_begun.default(list(gradients), names, ranks, running.number)
     return found
 
 
-def _sums_begun(gradients: list[Tensor], groups: list[str], ranks: list[int]) -> list[Tensor]:
-    flat = torch.cat([x.reshape(-1) for x in gradients])
+def _sums_begun(gradients: list[Tensor], groups: list[str], ranks: list[int], bucket: int) -> list[Tensor]:
+    running = _BUCKETS.get(bucket)
+    # A new buffer of this size costs the CPU more than the copy into it; other devices keep memory for reuse.
+    reused = running is not None and gradients[0].is_cpu and len(gradients) == len(running.bucket.conversions)
+    buffer = running.free_buffer(gradients[0], gradients[0].dtype) if running is not None and reused else None
+    flat = torch.cat([x.reshape(-1) for x in gradients], out=buffer)
     if len(groups) > 1:
         flat = sum_by_level(flat, LevelGroups(tuple(zip(groups, ranks, strict=True)), 0.0, inf))
     else:
-        torch.ops._c10d_functional.all_reduce_(flat, "sum", groups[0])
+        # A second tensor of the same memory keeps the buffer in use until it is sent.
+        torch.ops._c10d_functional.all_reduce_(flat.detach(), "sum", groups[0])
     return list(torch._C._nn.unflatten_dense_tensors(flat, gradients))
 
 
-def _sums_like(gradients: list[Tensor], groups: list[str], ranks: list[int]) -> list[Tensor]:
+def _sums_like(gradients: list[Tensor], groups: list[str], ranks: list[int], bucket: int) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in gradients]
 
 
-_LIBRARY.define("sums_begun(Tensor[] gradients, str[] groups, int[] ranks) -> Tensor[]")
+_LIBRARY.define("sums_begun(Tensor[] gradients, str[] groups, int[] ranks, int bucket) -> Tensor[]")
 _LIBRARY.impl("sums_begun", _sums_begun, "CompositeExplicitAutograd")
 torch.library.register_fake("autopar::sums_begun", _sums_like, lib=_LIBRARY)
 
@@ -296,6 +304,11 @@ class BucketState:
     buffer: Tensor | None = field(default=None, metadata=RUN_STATE)
     lasting: KeptGathered | None = field(default=None, metadata=RUN_STATE)
     again: Regathered | None = field(default=None, metadata=RUN_STATE)
+    # By which an op of a compiled graph finds this state.
+    number: int = field(default_factory=count().__next__, init=False)
+
+    def __post_init__(self) -> None:
+        _BUCKETS[self.number] = self
 
     def free_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the buffer of the previous step, unless a gradient still uses it."""
@@ -316,6 +329,10 @@ class BucketState:
         self.lasting = KeptGathered(
             stored, _states(stored), self.synchronisation.writes, [x.detach() for x in gathered]
         )
+
+
+# By number.
+_BUCKETS: WeakValueDictionary[int, BucketState] = WeakValueDictionary()
 
 
 def _holders(tensor: Tensor) -> int:

@@ -149,7 +149,7 @@ class _End(torch.autograd.Function):
             return (None, *_sums(running, gradients, stored))  # type: ignore[arg-type]
         given = [gradient.to(handling.reduced) for gradient in gradients if gradient is not None]
         if compiling and bucket.is_sum and given and handling.reduced == stored and not running.has_start:
-            sums = iter(sums_begun(given, bucket.backward[0][0]))
+            sums = iter(sums_begun(given, running))
             return (None, *(None if gradient is None else next(sums) for gradient in gradients))
         ones = [bucket.conversions[i] for i in here]
         if not here or not bucket.backward:
