@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 import autopar
 from autopar.cost.lowered_step import lower_step
@@ -197,8 +198,9 @@ class _Alone(LiveBytes):  # type: ignore[no-untyped-call]
             received = args[0].new_zeros((sum(args[1]), *args[0].shape[1:]))
         else:
             received = func(*args, **(kwargs or {}))
-        self.count(received)
-        self.sent[address_of(received)] = args[0]
+        for one, sent in zip(tree_leaves(received), tree_leaves(args[0]), strict=True):
+            self.count(one)
+            self.sent[address_of(one)] = sent
         return received
 
 
