@@ -46,17 +46,22 @@ def sums_begun(gradients: Sequence[Tensor], running: BucketState) -> list[Tensor
 
 
 def _sums_begun(gradients: list[Tensor], groups: list[str], ranks: list[int], bucket: int) -> list[Tensor]:
-    running = _BUCKETS.get(bucket)
-    # A new buffer of this size costs the CPU more than the copy into it; other devices keep memory for reuse.
-    reused = running is not None and gradients[0].is_cpu and len(gradients) == len(running.bucket.conversions)
-    buffer = running.free_buffer(gradients[0], gradients[0].dtype) if running is not None and reused else None
-    flat = torch.cat([x.reshape(-1) for x in gradients], out=buffer)
+    flat = torch.cat([x.reshape(-1) for x in gradients], out=_free_buffer(bucket, gradients))
     if len(groups) > 1:
         flat = sum_by_level(flat, LevelGroups(tuple(zip(groups, ranks, strict=True)), 0.0, inf))
     else:
         # A second tensor of the same memory keeps the buffer in use until it is sent.
         torch.ops._c10d_functional.all_reduce_(flat.detach(), "sum", groups[0])
     return list(torch._C._nn.unflatten_dense_tensors(flat, gradients))
+
+
+def _free_buffer(bucket: int, gradients: Sequence[Tensor]) -> Tensor | None:
+    """Return the buffer of the previous step for all gradients of a bucket; None where a new one is as good."""
+    running, first = _BUCKETS.get(bucket), gradients[0]
+    # A new buffer costs a CPU more than the copy into it; other devices keep memory for reuse.
+    if running is None or not first.is_cpu or len(gradients) < len(running.bucket.conversions):
+        return None
+    return running.free_buffer(first, first.dtype)
 
 
 def _sums_like(gradients: list[Tensor], groups: list[str], ranks: list[int], bucket: int) -> list[Tensor]:
@@ -305,7 +310,7 @@ class BucketState:
     lasting: KeptGathered | None = field(default=None, metadata=RUN_STATE)
     again: Regathered | None = field(default=None, metadata=RUN_STATE)
     # By which an op of a compiled graph finds this state.
-    number: int = field(default_factory=count().__next__, init=False)
+    number: int = field(default_factory=count().__next__, init=False, metadata=RUN_STATE)
 
     def __post_init__(self) -> None:
         _BUCKETS[self.number] = self
