@@ -199,7 +199,7 @@ def test_keys_of_two_ranks_are_in_memory(ranks: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [3, 8])
-@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("pieces", [1, 2, 4, 16])
 def test_a_ring_takes_keys_of_two_ranks_more_than_own_rows(pieces: int, ranks: int, dtype: torch.dtype) -> None:
     keys = shards(ranks, pieces, 512 * ranks)
     ring, own = footprint(keys[0], keys, True, dtype), footprint(keys[0], keys[:1], True, dtype)
