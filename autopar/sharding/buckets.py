@@ -6,18 +6,22 @@ Gathers and reductions of many small parameters cost mostly their launches. Each
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedTensor
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.reshard.reshard import Step, StepKind, goes_in_bucket
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan, gathered_in_float8
 from autopar.sharding.sharding import Sharding
 
-# Bytes of a full bucket: the default of DistributedDataParallel, at which launching a collective costs little.
+# Bytes of a full bucket: the default of DistributedDataParallel, at which launching a collective costs little. A block
+# is gathered in equal parts, none of which is smaller.
 BUCKET_BYTES = 25 * 2**20
 # Bytes of the bucket that the forward uses first: no backward is left to overlap its gradients, which come last.
 SMALL_BYTES = 2**20
@@ -96,15 +100,14 @@ def buckets_of(graph: NamedGraph, plan: StepPlan, reshard_plan: ReshardPlan) -> 
             if not goes_in_bucket(*(tuple(kind for kind, _ in way) for way in steps)):
                 alone.append(Bucket((one,), one.op, is_alone=True))
                 continue
-            # `layers.3` of `layers.3.linear.weight`: parameters of one repeated layer are used together.
-            block = re.match(r"(.*?\.\d+)\.", tensor.name)
             size = max(prod(shape_of(one, step.before)) for way in ways_of(one) for step in way) * one.itemsize
             handled = tuple(tensor.name in names for names in (plan.keep_gathered, plan.defer_reduction, plan.regather))
             narrow = tensor.name in gathered_in_float8(graph, plan.options.precision)
             # One flat buffer has one dtype, runs the same steps, and is freed and reduced at once.
             kind = steps, tensor.dtype, handled, narrow, tensor.requires_grad, tensor.frozen
-            members.append(_Member(one, kind, block[1] if block else "", round(size)))
-    grouped = (tuple(member.inserted for member in group) for group in in_buckets(members))
+            members.append(_Member(one, kind, block_of(tensor.name), round(size)))
+    limits = gather_limits(graph.parameters)
+    grouped = (tuple(member.inserted for member in group) for group in in_buckets(members, limits))
     place = {name: i for i, name in enumerate(reshard_plan.ops)}
     found = (*alone, *(Bucket(group, group[0].op) for group in grouped))
     return tuple(sorted(found, key=lambda bucket: place[bucket.op]))
@@ -138,9 +141,31 @@ def copied(step: Step, one: InsertedReshard) -> float:
     return 0.0 if all(size == 1 for size in leading) else float(prod(shape_of(one, step.before)) * one.itemsize)
 
 
-def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[Member]]:
+def block_of(name: str) -> str:
+    """Return the repeated layer of a parameter, `layers.3` of `layers.3.linear.weight`: it is used as one."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return found[1] if found else ""
+
+
+def gather_limits(parameters: Iterable[NamedTensor], limit_bytes: int = BUCKET_BYTES) -> dict[str, int]:
+    """Return the bytes of a full bucket of gathers of each block."""
+    total: Counter[str] = Counter()
+    for one in parameters:
+        total[block_of(one.name)] += prod(one.shape) * one.dtype.itemsize
+    return {block: gather_limit(size, limit_bytes) for block, size in total.items()}
+
+
+def gather_limit(block_bytes: float, limit_bytes: int = BUCKET_BYTES) -> int:
+    """Return the bytes of one of as many equal parts of a block as there are full buckets in it."""
+    return max(limit_bytes, ceil(block_bytes / max(1, block_bytes // max(1, limit_bytes))))
+
+
+def in_buckets(
+    found: Iterable[Member], gathers: Mapping[str, int] = MappingProxyType({}), limit_bytes: int = BUCKET_BYTES
+) -> Iterator[list[Member]]:
     """Yield buckets of reshards of one kind, in the order of their first use.
 
+    `gathers` has the bytes of a full bucket of gathers, by block; `limit_bytes` are those of all others.
     Tiny reshards fill no bucket but one of their own, so that none of them is left alone between large ones.
     """
     found = list(found)
@@ -150,7 +175,9 @@ def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iter
     # The limits of a kind: bytes of its first bucket, then of the others.
     small = min(SMALL_BYTES, limit_bytes)
     limits = {
-        key: [small, min(limit_bytes, max(LEAST_BYTES, size // BUCKETS))] if key[1] is None else [limit_bytes]
+        key: [small, min(limit_bytes, max(LEAST_BYTES, size // BUCKETS))]
+        if key[1] is None
+        else [gathers.get(key[1], limit_bytes)]
         for key, size in sizes.items()
     }
     open_buckets: dict[tuple[Any, ...], list[Member]] = {}

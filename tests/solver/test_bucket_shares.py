@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from autopar.sharding.buckets import BUCKET_BYTES, in_buckets
+from autopar.sharding.buckets import BUCKET_BYTES, gather_limit, in_buckets
 from autopar.sharding.reshard.reshard import StepKind
 from autopar.solver.model.bucket_shares import Joinable
 
@@ -46,7 +46,7 @@ def test_shares_are_at_most_the_buckets(kind: str) -> None:
         sent = [(size, size // draw.choice((1, 2, 4, 8))) for size in sizes if draw.random() < 0.8]
         along = np.array(draw.randrange(4))
         shares = [joined.shares(joined.fills(np.array(float(part)), whole), along) for whole, part in sent]
-        buckets = len(list(in_buckets([Sent((steps,), part) for _, part in sent])))
+        buckets = len(list(in_buckets([Sent((steps,), part) for _, part in sent], {"": gather_limit(sum(sizes))})))
         assert sum(map(float, shares)) <= buckets * (1 + 1e-9)
         if sent:
             least = min(least, 1 - float(sum(shares)) / buckets)
@@ -60,4 +60,25 @@ def test_three_of_more_than_half_a_bucket_take_three() -> None:
     joined = Joinable.gathered(sizes, (8, 8))
     mlp = joined.fills(np.array(14 * mib), 112 * mib)
     assert 3 * float(joined.shares(mlp, np.array(1))) == 3
-    assert 3 * float(mlp) == pytest.approx(3 * 14 / 25)
+    assert 3 * float(mlp) == pytest.approx(3 * 14 * mib / gather_limit(sum(sizes)))
+
+
+def test_a_block_is_gathered_in_equal_parts() -> None:
+    """A layer of ViT-H/14 in bf16 is more than one full bucket and less than two: it is gathered at once."""
+    mib = 2**20
+    layer = [int(3.125 * mib)] * 4 + [int(12.5 * mib)] * 2
+    assert gather_limit(sum(layer)) == sum(layer) == int(37.5 * mib)
+    assert [gather_limit(size * mib) for size in (1, 25, 49, 50, 74)] == [
+        25 * mib,
+        25 * mib,
+        49 * mib,
+        25 * mib,
+        37 * mib,
+    ]
+    steps = KINDS["gathered"][0]
+
+    def count(limits: dict[str, int]) -> int:
+        return len(list(in_buckets([Sent((steps,), size, "layers.0") for size in layer], limits)))
+
+    assert count({"layers.0": gather_limit(sum(layer))}) == 1
+    assert count({}) == 2

@@ -46,12 +46,12 @@ def test_data_parallelism_for_a_small_model_and_a_large_batch() -> None:
 
 
 def test_parameters_are_split_when_memory_binds() -> None:
-    model, inputs = gpt(layers=1, d_model=2048, heads=16, vocab=4096, seq=256, batch=64, device="meta")
+    model, inputs = gpt(layers=1, d_model=2048, heads=16, vocab=2048, seq=256, batch=16, device="meta")
     graph, free = solved(model, inputs, {"dp": 8}, FAST_STEP, strategies=False)
     limit = 0.75 * free.costs.memory.peak_bytes
     _, bound = solved(model, inputs, {"dp": 8}, FAST_STEP, memory_bytes=limit, strategies=False)
     assert not free.plan.assignment.stored["tokens.weight"].splits[0], "nothing binds"
-    assert bound.costs.memory.peak_bytes <= 0.75 * free.costs.memory.peak_bytes
+    assert bound.costs.memory.peak_bytes <= limit
     large = [tensor.name for tensor in graph.parameters if len(tensor.shape) == 2]
     assert all(any(bound.plan.assignment.stored[name].splits) for name in large)
     assert bound.costs.step_seconds >= free.costs.step_seconds

@@ -20,8 +20,7 @@ Output::
 from __future__ import annotations
 
 import operator
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -38,7 +37,7 @@ from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, Regathe
 from autopar.lowering.modules.micro_loop import MicroBatchLoop
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.passes.aliases import readers
-from autopar.sharding.buckets import BUCKET_BYTES, in_buckets
+from autopar.sharding.buckets import BUCKET_BYTES, block_of, gather_limits, in_buckets
 from autopar.sharding.reshard.reshard import goes_in_bucket
 
 __all__ = ["BucketedParameters", "CallGate", "in_a_bucket", "loop_with", "put_in_buckets"]
@@ -96,11 +95,10 @@ def put_in_buckets(
     """
     sums: dict[str, int] = {}
     found = [one for node in graph.nodes if (one := _reshard_of(node, modules, tensors, parameters)) is not None]
-    places = {node: place for place, node in enumerate(graph.nodes)}
     beginning = next((node for node in graph.nodes if node.op != "placeholder"), None)
     ends: list[Node] = []
     before: BucketState | None = None
-    for number, members in enumerate(sorted(in_buckets(found, limit_bytes), key=lambda each: places[each[0].node])):
+    for number, members in enumerate(_in_order(graph, tensors, found, limit_bytes)):
         bucket = BucketCollectives(tuple(member.conversion for member in members), members[0].handling)
         if bucket.is_sum:
             size = sum(prod(one.conversion.shape) for one in members) * bucket.handling.reduced.itemsize
@@ -140,6 +138,15 @@ def put_in_buckets(
             _give_up(graph, modules, name, running, values, frozen)
     _cast(graph, modules, tensors, parameters, in_bodies)
     return sums
+
+
+def _in_order(
+    graph: Graph, tensors: Mapping[str, NamedTensor], found: Iterable[_ReshardedParameter], limit_bytes: int
+) -> list[list[_ReshardedParameter]]:
+    """Return the buckets of single reshards, in the order of their first ops."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    limits = gather_limits((one for one in tensors.values() if one.kind == "param"), limit_bytes)
+    return sorted(in_buckets(found, limits, limit_bytes), key=lambda each: places[each[0].node])
 
 
 def _give_up(
@@ -255,6 +262,5 @@ def _reshard_of(
     loop = loop_with(node, modules)
     kind = steps, handling, tensor.requires_grad, None if loop is None else loop.name
     size = max(largest) * tensor.dtype.itemsize
-    block = re.match(r"(.*?\.\d+)\.", tensor.name)
     (note,) = modules[str(node.target)].notes  # type: ignore[misc]
-    return _ReshardedParameter(node, conversion, handling, note, block[1] if block else "", size, kind)
+    return _ReshardedParameter(node, conversion, handling, note, block_of(tensor.name), size, kind)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, SMALL_BYTES, TINY_BYTES
+from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, SMALL_BYTES, TINY_BYTES, gather_limit
 from autopar.solver import Floats, Ints
 
 __all__ = ["Joinable"]
@@ -37,7 +37,7 @@ class Joinable(NamedTuple):
     @classmethod
     def gathered(cls, sizes: Sequence[float], axes: Sequence[int]) -> Joinable:
         """Return the parameters of one layer, which are gathered together, on axes of these sizes."""
-        limit = float(BUCKET_BYTES)
+        limit = float(gather_limit(sum(sizes)))
         return cls(sum(sizes), limit, sum(sizes) <= limit, _pieces(np.array(sizes) / limit, axes))
 
     @classmethod

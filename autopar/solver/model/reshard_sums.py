@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from math import inf, prod
@@ -14,6 +13,7 @@ from autopar.cost.compute.byte_time import seconds_of_bytes
 from autopar.cost.compute.op_time import FLOAT8_LAUNCHES
 from autopar.cost.parameter_passes import CODING_LAUNCHES, coding_bytes
 from autopar.ir.values import NamedTensor
+from autopar.sharding.buckets import block_of
 from autopar.sharding.options import sum_dtype
 from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize, goes_in_bucket
 from autopar.sharding.reshard_insertion import gathered_in_float8
@@ -107,7 +107,7 @@ class ReshardSums:
         self.elements: dict[Hashable, float] = {}
         sizes: dict[str, list[float]] = {}
         for tensor in setting.graph.parameters:
-            sizes.setdefault(layer_of(tensor.name), []).append(prod(tensor.shape) * tensor.dtype.itemsize)
+            sizes.setdefault(block_of(tensor.name), []).append(prod(tensor.shape) * tensor.dtype.itemsize)
         self.used = tuple(setting.used)
         counts = [setting.axes[axis] for axis in self.used]
         known = {each: Joinable.gathered(each, counts) for each in {tuple(each) for each in sizes.values()}}
@@ -117,7 +117,7 @@ class ReshardSums:
 
     def gathered(self, tensor: NamedTensor) -> Joinable:
         """Return the parameters that may be gathered with a tensor: those of its layer, as buckets see it."""
-        return self._gathered.get(layer_of(tensor.name), self.summed)
+        return self._gathered.get(block_of(tensor.name), self.summed)
 
     # -- values
 
@@ -308,12 +308,6 @@ def kept_early(produced: Sharding, wanted: Sharding, size: Callable[[Sharding], 
     Partial sums are: added up they are no larger, and whoever computes the user once more need not add them up again.
     """
     return produced.sums_to(wanted) and size(wanted) <= size(produced)
-
-
-def layer_of(name: str) -> str:
-    """Return the layer that a parameter is of, as buckets see it."""
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return found[1] if found else ""
 
 
 # An array for each sum, all of one shape; absent sums are zero.

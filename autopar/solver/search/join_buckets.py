@@ -4,22 +4,25 @@ A search prices each parameter by itself, and a tiny one takes no share of a buc
 way than the weights of its layer has a bucket of its own, whose launches cost as much as those of a full one. So before
 an assignment is priced, tiny parameters are stored anew. They are sent as some weight of their layer is, or are only
 summed, in one bucket with those of other layers; else they are sent in as few ways as can be.
+
+A small layer has one bucket if all of it is gathered again in the backward, or nothing is. Where an assignment gathers
+a part of it again, one that gathers all of it takes less memory and fewer collectives.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from autopar.sharding.buckets import TINY_BYTES
+from autopar.sharding.buckets import TINY_BYTES, block_of
 from autopar.sharding.reshard.reshard import LOCAL, StepKind, goes_in_bucket
 from autopar.sharding.sharding import Sharding
 from autopar.solver.candidates import StorageOption
 from autopar.solver.model.model import Model
-from autopar.solver.model.reshard_sums import TensorCut, layer_of
+from autopar.solver.model.reshard_sums import TensorCut
 
 __all__ = ["JoinedBuckets"]
 
@@ -27,6 +30,8 @@ __all__ = ["JoinedBuckets"]
 _Kind = tuple[Any, ...]
 # A parameter that causes no collective.
 NOTHING: _Kind = ()
+# Most bytes of a tiny parameter, as a share of its layer.
+TINY_SHARE = 1 / 256
 
 
 class _Parameter(NamedTuple):
@@ -46,6 +51,8 @@ class JoinedBuckets:
     model: Model
     tiny: Mapping[str, list[_Parameter]] = field(init=False)
     weights: Mapping[str, list[_Parameter]] = field(init=False)
+    # All parameters of layers that fit in one bucket.
+    small: dict[str, list[_Parameter]] = field(default_factory=dict)
     known: dict[Any, _Kind] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,10 +65,12 @@ class JoinedBuckets:
                 operand, cut = users[0].operands.index(tensor.name), TensorCut.of(tensor, setting)
                 user = place["op", users[0].name]
                 one = _Parameter(place["held", tensor.name], user, operand, cut, tensor.dtype)
-                is_tiny = prod(tensor.shape) * tensor.element_bytes <= TINY_BYTES
-                # Where all of a layer fit in one bucket, each kind is priced as a bucket.
-                found = tiny if is_tiny and not self.model.cost_tables.ways.gathered(tensor).fits else weights
-                found.setdefault(layer_of(tensor.name), []).append(one)
+                layer = self.model.cost_tables.ways.gathered(tensor)
+                most = min(TINY_BYTES, TINY_SHARE * layer.bytes)
+                found = tiny if prod(tensor.shape) * tensor.element_bytes <= most else weights
+                found.setdefault(block_of(tensor.name), []).append(one)
+                if layer.fits:
+                    self.small.setdefault(block_of(tensor.name), []).append(one)
         self.tiny, self.weights = tiny, weights
 
     def joined(self, chosen: Sequence[int]) -> list[int]:
@@ -87,19 +96,45 @@ class JoinedBuckets:
                 rest = [number for number in rest if most not in ways[number]]
         return states
 
+    def gathered_again(self, chosen: Sequence[int]) -> list[int] | None:
+        """Return the assignment that gathers all of a small layer again where it did so with a part; None if it is
+        the same.
+        """
+        states = list(chosen)
+        for parameters in self.small.values():
+            held = {one: self._held(one, chosen[one.place]) for one in parameters if self._is_gathered(one, chosen)}
+            if len({option.again for option in held.values()}) > 1:
+                for one, option in held.items():
+                    options = self.model.variables[one.place].states
+                    again = replace(option, again=True)
+                    states[one.place] = options.index(again) if again in options else states[one.place]
+        return None if states == list(chosen) else states
+
     def _ways(self, one: _Parameter, chosen: Sequence[int]) -> dict[_Kind, int]:
-        """Return the states of a parameter that are handled as the chosen one is, by kind, the chosen one first."""
+        """Return the states of a parameter by kind, the chosen one first: those that are handled as it is, and those
+        that are only summed.
+        """
         options: Sequence[StorageOption] = self.model.variables[one.place].states
         held = options[chosen[one.place]]
         found: dict[_Kind, int] = {}
         for state in (chosen[one.place], *range(len(options))):
             other = options[state]
-            if (other.again, other.lasting, other.shared) == (held.again, held.lasting, held.shared):
-                found.setdefault(self._kind(one, chosen, state), state)
+            if (other.lasting, other.shared) == (held.lasting, held.shared):
+                kind = self._kind(one, chosen, state)
+                if other.again == held.again or _is_sum(kind):
+                    found.setdefault(kind, state)
         return found
 
-    def _kind(self, one: _Parameter, chosen: Sequence[int], state: int) -> _Kind:
+    def _held(self, one: _Parameter, state: int) -> StorageOption:
         held: StorageOption = self.model.variables[one.place].states[state]
+        return held
+
+    def _is_gathered(self, one: _Parameter, chosen: Sequence[int]) -> bool:
+        kind = self._kind(one, chosen, chosen[one.place])
+        return kind != NOTHING and _sent(kind[0])
+
+    def _kind(self, one: _Parameter, chosen: Sequence[int], state: int) -> _Kind:
+        held = self._held(one, state)
         want: Sharding = self.model.variables[one.user].states[chosen[one.user]].operands[one.operand]
         key = one.cut, one.dtype, held, want
         if key not in self.known:

@@ -109,6 +109,8 @@ class LagrangianSearch:
     cannot_fit: bool = False
     # The search ends with its time, also if no plan fits by then.
     keeps_time: bool = False
+    # Gives another assignment to price after one, or None.
+    beside: Callable[[Sequence[int]], list[int] | None] = lambda chosen: None
     # Lower bounds at some multipliers in which a shared reshard counts once.
     counted: list[tuple[float, Floats]] = field(default_factory=list)
 
@@ -406,6 +408,8 @@ class LagrangianSearch:
             known = self.found[key] = Candidate(chosen, sums, seconds, peak)
             if peak <= self.limit_gib:
                 self.best = min(self.best, seconds)
+            if seconds > (1 + WIDE) * guess and (other := self.beside(chosen)) is not None:
+                self.try_out(other, hopeless)  # buckets that are not full make the difference
         return known
 
     def _master(self, aim_gib: float) -> tuple[float, Floats]:

@@ -257,7 +257,7 @@ class SearchPhases:
                 return np.inf, peak_gib(model.sums(chosen))
             return (np.inf if self.incumbent.is_broken else costs.step_seconds), costs.limited_bytes / 2**30
 
-        search = LagrangianSearch(model, report, deadline, limit_gib, hint=hint)
+        search = LagrangianSearch(model, report, deadline, limit_gib, hint=hint, beside=buckets.gathered_again)
         search.best = self.incumbent.seconds
         return search
 
