@@ -116,7 +116,7 @@ def _splice(search: LagrangianSearch, most_ends: int, most_priced: int) -> None:
         if len(search.found) - before >= most:
             return
         found = search.try_out(splices.at(place))
-        splices.tell(place, found.error_gib)
+        splices.tell(place, found.error_gib, found.seconds)
         is_no_better = search.best >= best * (1 - search.gap)
         in_vain += found.peak_gib <= search.limit_gib and (is_large or is_no_better)
 
@@ -125,7 +125,7 @@ def _spliced(search: LagrangianSearch, first: Candidate, then: Candidate) -> Spl
     splices = Splices.of(search.model, search.hinges, search.places, first.chosen, then.chosen)
     for place, one in ((0, then), (len(splices.sums) - 1, first)):
         if tuple(one.chosen) in search.found:
-            splices.tell(place, one.error_gib)
+            splices.tell(place, one.error_gib, one.seconds)
     return splices
 
 

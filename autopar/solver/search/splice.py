@@ -18,10 +18,10 @@ __all__ = ["Splices", "places_of"]
 
 @dataclass
 class Splices:
-    """All splices of one pair, with their sums and seconds, and the estimated error of their memory.
+    """All splices of one pair, with their sums and seconds, and the errors of their estimates.
 
-    The error is known at priced places and interpolated linearly between them; without a priced place it is taken as
-    zero.
+    Errors of memory and of seconds are known at priced places and interpolated linearly between them; without a priced
+    place they are taken as zero.
     """
 
     first: Sequence[int]
@@ -33,8 +33,8 @@ class Splices:
     seconds: Floats
     # The same without splices that equal the one before, or are priced.
     worth: Floats
-    # Memory error of priced places, unordered.
-    error_gib: dict[int, float] = field(default_factory=dict)
+    # Errors of memory and of seconds at priced places, unordered.
+    errors: dict[int, tuple[float, float]] = field(default_factory=dict)
     # Result of `least` by limit, until another splice is priced.
     _least: dict[float, tuple[float, int]] = field(default_factory=dict)
 
@@ -53,10 +53,10 @@ class Splices:
     def least(self, limit_gib: float) -> tuple[float, int]:
         """Return the least seconds of the unpriced splices that are estimated to fit, and the place."""
         if limit_gib not in self._least:
-            known = sorted(self.error_gib)
-            told = [self.error_gib[place] for place in known]
-            missed = np.interp(np.arange(len(self.sums)), known or [0], told or [0.0])
-            worth = np.where(self.peak_gib + missed <= limit_gib, self.worth, np.inf)
+            known = sorted(self.errors)
+            told = [self.errors[place] for place in known] or [(0.0, 0.0)]
+            gib, late = (np.interp(np.arange(len(self.sums)), known or [0], one) for one in zip(*told, strict=True))
+            worth = np.where(self.peak_gib + gib <= limit_gib, self.worth + late, np.inf)
             self._least = {limit_gib: (float(worth.min()), int(worth.argmin()))}
         return self._least[limit_gib]
 
@@ -64,9 +64,9 @@ class Splices:
     def peak_gib(self) -> Floats:
         return every_peak_gib(self.sums)
 
-    def tell(self, place: int, error_gib: float) -> None:
-        """Record the memory error of a priced splice, and exclude it from `least`."""
-        self.error_gib[place] = error_gib
+    def tell(self, place: int, error_gib: float, seconds: float) -> None:
+        """Record the errors of a priced splice, and exclude it from `least`."""
+        self.errors[place] = error_gib, seconds - self.seconds[place] if np.isfinite(seconds) else 0.0
         self.worth[place] = np.inf
         self._least = {}
 
