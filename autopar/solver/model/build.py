@@ -96,17 +96,26 @@ class OpVariables(ModelBuilder):
         keeps = self.regather and self.setting.trains and self.graph.trains(node) and not again
         moment = self._moment(node)
         kept = keeps, node.name in self.gone, tuple(name is not None for name in keeping), moves, leaving
-        key = "op", self._signature(node), fused, runs, moment, kept
+        behind = node.name in self.behind, *(name is not None and self._is_behind(name) for name in keeping)
+        reruns = self.regather and again and self._reruns(node, mode) and self.graph.trains(node)
+        back = tuple(
+            name is not None and not self._is_shared(name) and reruns and self._comes_back(name, node, mode)
+            for name in node.outputs
+        )
+        key = "op", self._signature(node), fused, runs, moment, kept, behind, reruns, back
         if key not in self.known:
             once, more = self._computed(node, options, fused)
             sums = once + more if runs else once.copy()
-            if keeps or moment is not None:
-                self._add_held(sums, node, options, keeps, moment, moves)
+            if keeps or reruns or moment is not None:
+                self._add_held(sums, node, options, keeps, reruns, moment, moves)
             for i, option in enumerate(options):
                 for position, name in enumerate(keeping):
                     layout = option.produced[position]
                     if name is not None and layout is not None:
-                        self._add_kept(sums[:, i], self._gib(name, layout), leaving[position])
+                        self._add_kept(sums[:, i], self._gib(name, layout), leaving[position], behind[1 + position])
+                for name, layout, is_back in zip(node.outputs, option.produced, back, strict=True):
+                    if is_back and name is not None and layout is not None:
+                        self._add_rerun(sums[:, i], self._gib(name, layout))
             if moves:
                 sums[Sum.COPIES_FORWARD_ROOM] += once[Sum.FORWARD_ROOM]
                 sums[Sum.COPIES_BACKWARD_ROOM] += once[Sum.BACKWARD_ROOM]
@@ -139,6 +148,7 @@ class OpVariables(ModelBuilder):
         node: NamedNode,
         options: tuple[OpSharding, ...],
         keeps: bool,
+        reruns: bool,
         moment: Sum | None,
         moves: bool,
     ) -> None:
@@ -146,7 +156,9 @@ class OpVariables(ModelBuilder):
         for i, (option, footprint) in enumerate(zip(options, self._footprints(node, options), strict=True)):
             inside = footprint.internal_bytes / 2**30 if keeps else 0.0
             if inside:
-                self._add_kept(sums[:, i], inside, moves)
+                self._add_kept(sums[:, i], inside, moves, node.name in self.behind)
+            if reruns:
+                self._add_rerun(sums[:, i], footprint.internal_bytes / 2**30)
             sums[Sum.PRODUCT_GIB, i] -= self.setting.saved_share * inside if node.name in self.gone else 0.0
             if moment is not None:
                 sums[moment, i] += self._gradients_gib(node, option, footprint)

@@ -25,7 +25,7 @@ from autopar.solver.infeasible import OutOfTime
 from autopar.solver.model.cost_tables import CostTable, CostTables, Parts, Wants
 from autopar.solver.model.model import Costs, Factor, FactorByMode, Variable
 from autopar.solver.model.objective import Sum
-from autopar.solver.model.recompute_variables import RecomputeModes
+from autopar.solver.model.recompute_variables import RecomputeModes, last_of
 from autopar.solver.model.reshard_sums import TensorCut
 from autopar.solver.search.joined_axes import AxisRoles
 from autopar.solver.setting import PlanningProblem
@@ -65,11 +65,14 @@ class ModelBuilder:
         self.signatures: dict[str, Any] = {}
         self.kept = self.setting.kept
         self.entering = tuple(frozenset(self.kept.roots[name] for name in names) for names in self.again.entering)
+        self.crossing = {self.kept.roots[name]: found for name, found in self.again.crossing.items()}
         self.optimizer = optimizer_of(self.setting.options.optimizer)
         self.beginning = self._largest_beginning() if self.setting.trains else None
         self.product = self._largest_product() if self.setting.trains else None
         names = [node.name for node in graph.nodes]
         self.gone = frozenset(names[names.index(self.product.name) + 1 :] if self.product is not None else ())
+        # Saved tensors of ops behind the last layer are freed when it is recomputed.
+        self.last_layer, self.behind = last_of(graph, self.again.open)
         for path in self.again.open:
             self._add("recompute", path, self.again.modes, (self._nothing(len(self.again.modes)),))
 
@@ -228,6 +231,20 @@ class ModelBuilder:
     def _enters(self, name: str, maker: NamedNode, mode: int) -> bool:
         return not self.again.flags(maker.name)[mode] and name in self.entering[mode]
 
+    def _is_behind(self, name: str) -> bool:
+        """Return whether only ops behind the last layer save a result: it is gone when the layer is recomputed."""
+        keepers = self.kept.keepers.get(name, ())
+        return bool(keepers) and self.behind.issuperset(keepers) and name not in self.handed
+
+    def _reruns(self, node: NamedNode, mode: int) -> bool:
+        """Return whether a recompute of the last layer runs an op, in a mode of its layer."""
+        is_last = self.last_layer is not None and self.again.layers.get(node.name) == self.last_layer
+        return is_last and self.again.runs(node.name)[mode]
+
+    def _comes_back(self, name: str, maker: NamedNode, mode: int) -> bool:
+        """Return whether a recompute of the last layer makes a result again that would else have been saved."""
+        return self._reruns(maker, mode) and self._counts(name, maker, 0) and not self._counts(name, maker, mode)
+
     # -- values that leave the device
 
     def _leaves(self, name: str, maker: NamedNode, mode: int) -> bool:
@@ -245,13 +262,21 @@ class ModelBuilder:
         may_move = True in self.again.moved.get(first, ())
         return self.nodes[first] if is_one and may_move and not self.again.shares_region(first, maker) else None
 
-    def _add_kept(self, sums: Floats, gib: float, moved: bool) -> None:
-        """Add a saved tensor: the memory that it takes, or its copies to the host and back."""
+    def _add_kept(self, sums: Floats, gib: float, moved: bool, is_behind: bool = False) -> None:
+        """Add a saved tensor: the memory that it takes, or its copies to the host and back.
+
+        `is_behind`: it is gone when the last layer is recomputed.
+        """
         if moved and gib * 2**30 >= LEAST_BYTES:
             sums[Sum.COPIES] += host_copy_seconds(gib * 2**30, self.setting.cluster)
             sums[Sum.HOST] += 2 * self.setting.prices.launch
         else:
             sums[Sum.KEPT_GIB] += self.setting.saved_share * gib
+            sums[Sum.RERUN_GIB] -= self.setting.saved_share * gib if is_behind else 0.0
+
+    def _add_rerun(self, sums: Floats, gib: float) -> None:
+        """Add a tensor that the last layer saves when it is recomputed, for one micro-batch."""
+        sums[Sum.RERUN_GIB] += self.tables.rerun_share * gib
 
     # -- sums of several kinds of variables
 

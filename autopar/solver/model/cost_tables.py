@@ -83,6 +83,10 @@ class ValueUse(NamedTuple):
     sums: PartialSums | None = None
     # The op saves on the host.
     moved: bool = False
+    # The op is behind the last layer: what it saves is gone when the layer is recomputed.
+    behind: bool = False
+    # Use that decides what the op saves when it is recomputed as a part of the last layer.
+    rerun: ValueUse | None = None
 
 
 class ParameterUse(NamedTuple):
@@ -97,6 +101,8 @@ class ParameterUse(NamedTuple):
     later: bool = False
     # Memory is counted where the gradient is produced.
     measured: bool = False
+    # The op is behind the last layer: the copy that it saves is gone when the layer is recomputed.
+    behind: bool = False
 
 
 class CostTables:
@@ -110,8 +116,15 @@ class CostTables:
     def cut(self, tensor: NamedTensor) -> TensorCut:
         return TensorCut.of(tensor, self.setting)
 
-    def handled(self, tensor: NamedTensor, kept: bool, later: bool = False, measured: bool = False) -> ParameterUse:
-        return ParameterUse(self.ways.gathered(tensor), kept, later, measured)
+    @property
+    def rerun_share(self) -> float:
+        """Return the saved tensors of a recomputed layer that count, at most those of one micro-batch."""
+        return min(1.0, self.setting.saved_share)
+
+    def handled(
+        self, tensor: NamedTensor, kept: bool, later: bool = False, measured: bool = False, behind: bool = False
+    ) -> ParameterUse:
+        return ParameterUse(self.ways.gathered(tensor), kept, later, measured, behind)
 
     def values(self, cut: TensorCut, sources: Sequence[Sharding], wants: Sequence[Wants], use: ValueUse) -> CostTable:
         """Return the table of a value: shardings that it has, shardings that are needed."""
@@ -133,8 +146,12 @@ class CostTables:
             if use.kept or (use.sums is not None and use.sums.lives):
                 kept, moved = self._kept(cut, rows, columns, use, summed)
                 parts[Sum.KEPT_GIB] = self.setting.saved_share * kept
+                if use.behind:
+                    parts[Sum.RERUN_GIB] = -parts[Sum.KEPT_GIB]
                 if moved.any():
                     parts[Sum.COPIES] = host_copy_seconds(2.0**30, self.setting.cluster) * moved
+            if use.rerun is not None:
+                parts[Sum.RERUN_GIB] = self.rerun_share * self._kept(cut, rows, columns, use.rerun, summed)[0]
             return parts
 
         return self._table(("values", cut, use), sources, wants, made)
@@ -176,6 +193,8 @@ class CostTables:
                         self.ways.add_accumulated(sums[:, i, j], accumulates(held))
                     if casts is not None and first is not None:
                         self.ways.add_casts(casts, sums[:, i, j], one, first)
+            if handled.behind:
+                sums[Sum.RERUN_GIB] -= sums[Sum.KEPT_GIB]
             return {key: sums[key] for key in Sum if sums[key].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
 
         return self._table(
@@ -189,6 +208,8 @@ class CostTables:
             if one.shared is not None:
                 sums[Sum.KEPT_GIB, i] += self.ways.kept_copy(cut, one, one.shared, handled.kept)
                 self.ways.add_moved(sums[:, i], cut, one, one.shared, handled.gathered, later=True)
+        if handled.behind:
+            sums[Sum.RERUN_GIB] -= sums[Sum.KEPT_GIB]
         return {key: sums[key] for key in Sum}
 
     def _both_ways(

@@ -52,15 +52,19 @@ class Sum(IntEnum):
     # Once a step: casts and copies that nothing hides, and the host seconds to launch them and parameter traffic.
     DEVICE_ONCE = 17
     HOST_ONCE = 18
+    # Memory above that at the end of the forward when the last layer has been recomputed: what its ops save then, less
+    # what later ops saved.
+    RERUN_GIB = 19
 
 
 # Sums of memory.
-MEMORY = (Sum.KEPT_GIB, Sum.STEP_GIB, Sum.BEGINNING_GIB, Sum.PRODUCT_GIB)
-# Limited moments: beginning of the backward, optimizer step, backward of a large product.
-MOMENTS = np.zeros((3, len(Sum)))
+MEMORY = (Sum.KEPT_GIB, Sum.STEP_GIB, Sum.BEGINNING_GIB, Sum.PRODUCT_GIB, Sum.RERUN_GIB)
+# Limited moments: beginning of the backward, optimizer step, backward of a large product, backward of the last layer.
+MOMENTS = np.zeros((4, len(Sum)))
 MOMENTS[0, [Sum.KEPT_GIB, Sum.BEGINNING_GIB]] = 1.0
 MOMENTS[1, Sum.STEP_GIB] = 1.0
 MOMENTS[2, [Sum.KEPT_GIB, Sum.PRODUCT_GIB]] = 1.0
+MOMENTS[3, [Sum.KEPT_GIB, Sum.RERUN_GIB]] = 1.0
 # More than any step: a forbidden state is chosen only if nothing else is feasible.
 FORBIDDEN_SECONDS = 1e4
 

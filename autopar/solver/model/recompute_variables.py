@@ -22,7 +22,7 @@ from autopar.sharding.recompute import (
     rerun_ends,
 )
 
-__all__ = ["MODES", "STATES", "RecomputeModes", "layers_of", "mode_counts"]
+__all__ = ["MODES", "STATES", "RecomputeModes", "last_of", "layers_of", "mode_counts"]
 
 MODES: tuple[Recompute, ...] = ("selective", "full", "offload")
 STATES: tuple[Recompute, ...] = ("none", *MODES)
@@ -31,6 +31,14 @@ STATES: tuple[Recompute, ...] = ("none", *MODES)
 def layers_of(graph: NamedGraph) -> tuple[str, ...]:
     """Return the paths of all repeated layers."""
     return tuple(dict.fromkeys(path for repeat in graph.repeats for path in repeat.module_paths))
+
+
+def last_of(graph: NamedGraph, layers: Iterable[str]) -> tuple[str | None, frozenset[str]]:
+    """Return the layer that ends last, None if there is none, and the ops behind it."""
+    place = {node.name: i for i, node in enumerate(graph.nodes)}
+    ends = {path: max(place[op] for op in graph.ops_of_layers[path]) for path in layers}
+    last = max(ends, key=ends.__getitem__, default=None)
+    return last, frozenset() if last is None else frozenset(node.name for node in graph.nodes[ends[last] + 1 :])
 
 
 @cache
@@ -64,6 +72,8 @@ class RecomputeModes:
     # For each mode: values that recomputed ops read and that nothing else saves; of layers, within
     # one.
     entering: tuple[frozenset[str], ...] = (frozenset(),)
+    # For each value of other ops that a recompute of one layer reads: this layer, and if it reads it in each mode.
+    crossing: Mapping[str, tuple[str, tuple[bool, ...]]] = field(default_factory=lambda: MappingProxyType({}))
     # For each op whose saved tensors may go to the host: if they do, for each mode of its layer; one entry if fixed.
     moved: Mapping[str, tuple[bool, ...]] = field(default_factory=lambda: MappingProxyType({}))
     # Modes of open layers.
@@ -98,6 +108,7 @@ class RecomputeModes:
             {op: region.name for region in every[-1] for op in region.ops},
             flagged,
             tuple(_entering(graph, regions, own, of_layer) for regions, own in zip(every, again, strict=True)),
+            _crossing(graph, every, again, of_layer),
             dict.fromkeys(offloaded(every[0]), (True,))
             | {op: tuple(mode == "offload" for mode in modes) for op in of_layer},
             modes,
@@ -151,6 +162,28 @@ def _entering(
         if name is not None and (maker := makers.get(name)) is not None and maker not in again
         if node.name not in of_layer or of_layer.get(maker) == of_layer[node.name]
     )
+
+
+def _crossing(
+    graph: NamedGraph,
+    every: Sequence[Sequence[RecomputeRegion]],
+    again: Sequence[frozenset[str]],
+    of_layer: Mapping[str, str],
+) -> dict[str, tuple[str, tuple[bool, ...]]]:
+    """Return the values of other ops that the recompute of a layer reads, by mode; of several layers, of the first."""
+    makers = {name: node.name for node in graph.nodes for name in node.outputs if name is not None}
+    found: dict[str, tuple[str, tuple[bool, ...]]] = {}
+    for mode, (regions, own) in enumerate(zip(every, again, strict=True)):
+        readers = reading(graph, layered(regions), own)
+        for node in graph.nodes:
+            layer = of_layer.get(node.name) if node.name in readers else None
+            for name in node.operands if layer is not None else ():
+                if name in makers and of_layer.get(makers[name]) != layer:
+                    assert layer is not None, "ops outside of layers read nothing here"
+                    first, flags = found.get(name, (layer, (False,) * len(every)))
+                    if first == layer:
+                        found[name] = layer, (*flags[:mode], True, *flags[mode + 1 :])
+    return found
 
 
 def _stands_alone(ops: Collection[str], region_of: Mapping[str, RecomputeRegion]) -> bool:

@@ -15,7 +15,7 @@ from autopar.solver.model.builder import returned_as, returned_tensors
 from autopar.solver.model.cost_tables import CostTables, Parts, ValueUse
 from autopar.solver.model.model import Factor, FactorByMode, Model
 from autopar.solver.model.objective import MEMORY, Sum
-from autopar.solver.model.recompute_variables import RecomputeModes
+from autopar.solver.model.recompute_variables import RecomputeModes, last_of
 
 __all__ = ["SharedTensor", "TensorUse", "modes_of", "reshard_parts", "returned_from", "shared_tensors"]
 
@@ -33,6 +33,8 @@ class TensorUse:
     # It saves the tensor, and does so on the host, for each mode.
     saves: tuple[bool, ...]
     moves: tuple[bool, ...]
+    # It is behind the last layer: what it saves is gone when that is recomputed.
+    is_behind: bool
     # The shardings in which it takes the tensor, for each of its options.
     wants: tuple[frozenset[Sharding], ...]
 
@@ -47,6 +49,8 @@ class SharedTensor:
     # Its ops are in one layer whose mode is open; so is the op that makes it.
     is_in_layer: bool
     is_made_in_layer: bool
+    # The layer of that op, if its mode is open.
+    layer_of_maker: str | None
     # The shardings in which the step returns it, for each of its states. The state pays for these reshards.
     returned: tuple[frozenset[Sharding], ...]
 
@@ -62,12 +66,14 @@ class SharedTensor:
 
 def shared_tensors(model: Model) -> Iterator[SharedTensor]:
     """Yield the tensors with a variable of their own that several ops take, or one and the caller of the step."""
-    again, handed = modes_of(model), returned_tensors(model.setting.graph, model.setting.options.outputs)
+    graph, again = model.setting.graph, modes_of(model)
+    handed = returned_tensors(graph, model.setting.options.outputs)
+    _, behind = last_of(graph, again.open)
     numbers: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, factor in enumerate(model.factors):
         numbers[factor.scope[-2:]].append(number)
-    makers = {name: node.name for node in model.setting.graph.nodes for name in node.outputs}
-    for tensor in model.setting.graph.tensors.values():
+    makers = {name: node.name for node in graph.nodes for name in node.outputs}
+    for tensor in graph.tensors.values():
         users = model.setting.users.get(tensor.name, ())
         place = model.place.get(("value" if tensor.kind == "activation" else "held", tensor.name))
         if place is None or len(users) + (tensor.name in handed) < 2:
@@ -81,12 +87,15 @@ def shared_tensors(model: Model) -> Iterator[SharedTensor]:
             is_kept = (user.name, tensor.name) in model.setting.kept.operands
             saves = tuple(is_kept and not flag for flag in again.flags(user.name))
             moves = tuple(again.moves(user.name, mode) for mode in range(len(saves)))
-            uses.append(TensorUse(op, next(iter(costly), None), again.takes(user.name), saves, moves, wants))
+            is_behind = user.name in behind
+            uses.append(TensorUse(op, next(iter(costly), None), again.takes(user.name), saves, moves, is_behind, wants))
         layers = {again.layers.get(user.name) for user in users}
         returned = returned_from(model, tensor, handed.get(tensor.name, ()))
         is_in_layer = len(layers) == 1 and None not in layers
-        is_made_in_layer = is_in_layer and again.layers.get(makers.get(tensor.name, "")) in layers
-        yield SharedTensor(tensor, place, tuple(uses), is_in_layer, is_made_in_layer, returned)
+        of_maker = again.layers.get(makers.get(tensor.name, ""))
+        yield SharedTensor(
+            tensor, place, tuple(uses), is_in_layer, is_in_layer and of_maker in layers, of_maker, returned
+        )
 
 
 def returned_from(model: Model, tensor: NamedTensor, wholes: Sequence[bool]) -> tuple[frozenset[Sharding], ...]:

@@ -39,7 +39,8 @@ class StorageVariables(ModelBuilder):
             if tensor.kind == "param":
                 first = number == 0 and cut.trained and self._accumulates()
                 kept = (node.name, tensor.name) in self.kept.operands
-                handled = self.tables.handled(tensor, kept, later=number > 0, measured=node is self.product)
+                behind = node.name in self.behind
+                handled = self.tables.handled(tensor, kept, number > 0, node is self.product, behind)
                 accumulates = self._accumulated_bytes(tensor) if first else None
                 casts = tensor if number == 0 and cut.casts else None
                 table = self.tables.parameters(cut, stored, want, handled, accumulates, casts)
@@ -60,7 +61,8 @@ class StorageVariables(ModelBuilder):
         again = self.again.takes(node.name)
 
         def table(mode: int) -> CostTable:
-            return self.tables.values(cut, layouts, wants, ValueUse(again[mode], kept))
+            use = ValueUse(again[mode], kept, behind=node.name in self.behind)
+            return self.tables.values(cut, layouts, wants, use)
 
         self._add_pairs(place, self.place["op", node.name], node, table)
 
@@ -100,7 +102,8 @@ class StorageVariables(ModelBuilder):
         rows = np.array([stored.index(replace(one, shared=None)) for one in states])
         spread = [{key: values[rows] for key, values in part.items()} for part in parts]
         kept = any((node.name, tensor.name) in self.kept.operands for node in users)
-        once = self.tables.shared(self.tables.cut(tensor), states, self.tables.handled(tensor, kept))
+        behind = all(node.name in self.behind for node in users)
+        once = self.tables.shared(self.tables.cut(tensor), states, self.tables.handled(tensor, kept, behind=behind))
         return states, (*spread, once)
 
     def _held_parts(self, tensor: NamedTensor, stored: tuple[StorageOption, ...]) -> tuple[Parts, ...]:
@@ -178,6 +181,7 @@ class ValueVariables(ModelBuilder):
         wants = [self._wants(user, tensor.name) for user in users]
         if not self._is_shared(tensor.name):
             self._add_beyond(maker, tensor, produced)
+            self._add_crossing(maker, tensor, produced)
             for user, want in zip(users, wants, strict=True):
                 self._add_given(maker, tensor, produced, user, want)
             return
@@ -196,6 +200,7 @@ class ValueVariables(ModelBuilder):
 
         self._add_pairs(maker, place, node, brought)
         self._add_beyond(place, tensor, homes)
+        self._add_crossing(place, tensor, homes)
         for user, want in zip(users, wants, strict=True):
             self._add_given(place, tensor, homes, user, want)
 
@@ -208,7 +213,8 @@ class ValueVariables(ModelBuilder):
         def table(mode: int) -> CostTable:
             sums = None if self._is_shared(tensor.name) else self._partial_sums(user, tensor.name, mode)
             moves = self.again.moves(user.name, mode)
-            use = ValueUse(again[mode], *self._kept_for(user, tensor.name, mode), share, sums, moves)
+            behind, rerun = user.name in self.behind, self._rerun_for(user, tensor.name, mode)
+            use = ValueUse(again[mode], *self._kept_for(user, tensor.name, mode), share, sums, moves, behind, rerun)
             return self.tables.values(cut, held, wants, use)
 
         self._add_pairs(place, self.place["op", user.name], user, table)
@@ -235,6 +241,22 @@ class ValueVariables(ModelBuilder):
             own = self.variables[place]
             self.variables[place] = replace(own, parts=(*own.parts, fixed))
 
+    def _add_crossing(self, place: int, tensor: NamedTensor, held: Sequence[Sharding]) -> None:
+        """Add a value that no op saves, and that a recompute of another layer than its maker's reads, by its mode."""
+        layer, flags = self.crossing.get(tensor.name, ("", ()))
+        if not layer or not self.regather or self.kept.is_kept(tensor.name) or tensor.name in self.handed:
+            return
+        # The recompute of the last layer reads its operands before all that it makes is there.
+        is_last = layer == self.last_layer
+        key = "crossing", self._cut(tensor), id(held), flags, is_last
+        if key not in self.known:
+            sums = np.zeros((len(Sum), len(flags), len(held)))
+            for mode, reads in enumerate(flags):
+                for i, layout in enumerate(held if reads else ()):
+                    self._add_kept(sums[:, mode, i], self._gib(tensor.name, layout), moved=False, is_behind=is_last)
+            self.known[key] = CostTable(parts_of(sums), np.arange(len(flags)), np.arange(len(held)))
+        self.factors.append(Factor((self.place["recompute", layer], place), self.known[key]))
+
     def _kept_for(self, user: NamedNode, name: str, mode: int) -> tuple[bool, bool]:
         """Return whether an op saves the resharded value, and whether the value itself is saved for no other op."""
         if self.again.flags(user.name)[mode]:
@@ -244,6 +266,14 @@ class ValueVariables(ModelBuilder):
         only = self.kept.only_for(user.name, name) and self._lives(name, maker, its)
         only = only and not self._enters(self.kept.roots[name], maker, its)
         return (user.name, name) in self.kept.operands, only
+
+    def _rerun_for(self, user: NamedNode, name: str, mode: int) -> ValueUse | None:
+        """Return what an op saves when it is recomputed as a part of the last layer; None if it is not."""
+        if not self.regather or not self.again.flags(user.name)[mode] or not self._reruns(user, mode):
+            return None
+        kept = (user.name, name) in self.kept.operands
+        sums = None if self._is_shared(name) else self._partial_sums(user, name, 0)
+        return ValueUse(kept=kept, instead=self.kept.only_for(user.name, name), sums=sums) if kept or sums else None
 
     def _partial_sums(self, user: NamedNode, name: str, mode: int) -> PartialSums | None:
         """Return what becomes of partial sums that an op of the same layer alone uses."""
@@ -310,12 +340,16 @@ class ValueVariables(ModelBuilder):
         kept, leaves = self._counts(tensor.name, maker, mode), self._leaves(tensor.name, maker, mode)
         # A returned value lives until the step ends, also if nothing saves it.
         kept = kept or (tensor.name in self.handed and self.kept.roots[tensor.name] not in self.kept.keepers)
-        key = "home", self._cut(tensor), id(homes), users, tuple(self.handed.get(tensor.name, ())), kept, leaves
+        behind, back = self._is_behind(tensor.name), self.regather and self._comes_back(tensor.name, maker, mode)
+        handed = tuple(self.handed.get(tensor.name, ()))
+        key = "home", self._cut(tensor), id(homes), users, handed, kept, leaves, behind, back
         if key not in self.known:
             sums = np.zeros((len(Sum), len(homes)))
             for i, home in enumerate(homes):
                 if kept:
-                    self._add_kept(sums[:, i], self._gib(tensor.name, home), leaves)
+                    self._add_kept(sums[:, i], self._gib(tensor.name, home), leaves, behind)
+                if back:
+                    self._add_rerun(sums[:, i], self._gib(tensor.name, home))
                 if tensor.requires_grad and self.setting.trains and users > 1:
                     self._added(sums[:, i], tensor.name, home, users - 1)
                 self._handed_out(sums[:, i], tensor, home)

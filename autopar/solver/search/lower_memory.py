@@ -16,7 +16,13 @@ from autopar.solver.search.splice import Splices
 __all__ = ["least_memory", "lower_memory", "may_fit", "splice_plans"]
 
 # Weights of the limited moments in the search for the least memory.
-LEAST = ((0.5, 0.0, 0.5), (1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.25, 0.5, 0.25), (0.0, 1.0, 0.0))
+LEAST = (
+    (0.25, 0.0, 0.5, 0.25),
+    (0.5, 0.0, 0.0, 0.5),
+    (0.0, 0.0, 1.0, 0.0),
+    (0.25, 0.5, 0.25, 0.0),
+    (0.0, 1.0, 0.0, 0.0),
+)
 # Each round aims this fraction below the least memory found.
 LESS = 1e-3
 # Plans whose seconds and memory differ by less than this fraction give the same splices.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from autopar.solver import Floats
 from autopar.solver.model.cost_tables import CostTable, Parts, weigh
-from autopar.solver.model.model import FactorByMode, Model
+from autopar.solver.model.model import Factor, FactorByMode, Model
 from autopar.solver.model.objective import MEMORY, Sum
 from autopar.solver.model.shared_reshards import SharedTensor, reshard_parts, shared_tensors
 
@@ -56,7 +56,10 @@ class ReshardShares:
             incident = numbers.get(one.place, [])
             tables = tuple(id(self.model.factors[number].table) for number in incident)
             uses = tuple(
-                (use.factor is None, use.again, use.saves, use.moves, id(self.model.variables[use.place].states))
+                (
+                    *(use.factor is None, use.again, use.saves, use.moves, use.is_behind),
+                    id(self.model.variables[use.place].states),
+                )
                 for use in one.uses
             )
             layer = one.is_in_layer, one.is_made_in_layer
@@ -112,6 +115,8 @@ class _WaysToKeep:
     maker: int | None
     # Costs by the mode of a layer.
     modes: tuple[int, ...]
+    # Memory by the mode of another layer, whose recompute alone keeps the value.
+    crossing: int | None = None
 
     @staticmethod
     def of(model: Model, one: SharedTensor, incident: Sequence[int]) -> _WaysToKeep | None:
@@ -125,7 +130,15 @@ class _WaysToKeep:
         modes = tuple(i for i in into if model.variables[model.factors[i].scope[-2]].kind == "recompute")
         makers = [i for i in into if i not in modes]
         assert len(makers) <= 1, one.tensor.name
-        return _WaysToKeep(next(iter(makers), None), modes)
+        crossing = [i for i in modes if _is_crossing(model, one, model.factors[i])]
+        rest = tuple(i for i in modes if i not in crossing)
+        return _WaysToKeep(next(iter(makers), None), rest, next(iter(crossing), None))
+
+
+def _is_crossing(model: Model, one: SharedTensor, factor: Factor) -> bool:
+    """Return whether a factor is the memory of a value that no op saves, by the mode of another layer that reads it."""
+    is_of_maker = model.variables[factor.scope[0]].name == one.layer_of_maker
+    return not is_of_maker and not model.setting.kept.is_kept(one.tensor.name)
 
 
 def _forbids(table: CostTable | FactorByMode) -> bool:
@@ -250,20 +263,33 @@ class _SharingGroup:
         homes = list(self.homes.values())
         if self._saver is not None:
             self._discount_unsaved(self._saver, tables, weights)
+        # The memory of the value where the recompute of another layer keeps it.
+        by_reader = np.zeros((0, len(own))) if ways.crossing is None else tables[ways.crossing].copy()
         if old is None:
             new = own.copy()
-            new[homes] = np.minimum(own[homes], own[homes] + via.min(axis=(0, 1)))
+            least = np.minimum(0.0, via.min(axis=(0, 1)))
+            new[homes] += least
+            for place, home in enumerate(homes):
+                more = by_reader - by_reader[:, [home]]
+                by_reader[:, home] += np.minimum(0.0, (via[:, :, place].min(axis=0) + more).min(axis=-1)) - least[place]
             for other, _ in self.members:
                 costs[other.place] = new
-            return
-        new = old.copy()
-        for place, home in enumerate(homes):
-            others = via[:, :, place] if old.ndim == 3 else via[:, :, place].min(axis=0)
-            new[..., home] = np.minimum(old[..., home], (old + others[..., None, :]).min(axis=-1))
+        else:
+            new = old.copy()
+            for place, home in enumerate(homes):
+                others = via[:, :, place] if old.ndim == 3 else via[:, :, place].min(axis=0)
+                every = old + others[..., None, :]
+                new[..., home] = np.minimum(old[..., home], every.min(axis=-1))
+                for mode, row in enumerate(by_reader - by_reader[:, [home]]):
+                    here = np.minimum(old[..., home], (every + row).min(axis=-1))
+                    by_reader[mode, home] += (here - new[..., home]).min()
         for _, one in self.members:
             assert one is not None, "members have equal factors"
-            assert one.maker is not None, "members have equal factors"
-            tables[one.maker] = new
+            if old is not None:
+                assert one.maker is not None, "members have equal factors"
+                tables[one.maker] = new
+            if one.crossing is not None:
+                tables[one.crossing] = by_reader
 
     def _via(self, own: Floats, by_mode: list[Floats], ways: _WaysToKeep, weights: Floats, modes: int) -> Floats:
         """Return by how much more it costs to keep the tensor in each state and to reshard it once than in each home.
@@ -273,7 +299,7 @@ class _SharingGroup:
         """
         numbers, homes = list(self.homes), list(self.homes.values())
         saving = np.where(_IS_SAVING, weights, 0.0)
-        kept = self._kept(weights)
+        kept, rerun = self._kept(weights), np.where(np.arange(len(Sum)) == Sum.RERUN_GIB, weights, 0.0)
         kept_by_mode = [self.model.factors[number].table.weighted(saving) for number in ways.modes]
         found = []
         for mode in range(max([modes, *map(len, by_mode)])):
@@ -284,6 +310,8 @@ class _SharingGroup:
                 total, copies = total - kept_here, kept_here[homes]
                 if not self._is_moved(mode):
                     copies = self._saved_copies(homes, weights)
+            else:  # of a recomputed layer the copy may be smaller than what is kept
+                total = total - np.maximum(self._kept(rerun), 0.0)
             flag = self._at(self._least, mode) if self.one.is_made_in_layer else all(self._least)
             once = np.where(self.returned, 0.0, weigh(self._parts[flag], weights))[:, numbers]
             found.append(once + total[:, None] + copies - direct[None, homes])
@@ -347,7 +375,10 @@ class _SharingGroup:
         is_value = self.one.tensor.kind == "activation"
         layouts = [self.states[home] if is_value else self.states[home].layout for home in homes]
         sizes = [made.ways.gib(cut, layout) for layout in layouts]
-        return np.asarray(weights[Sum.KEPT_GIB] * setting.saved_share * np.array(sizes))
+        price = weights[Sum.KEPT_GIB]
+        if all(use.is_behind for use in self.one.uses if any(use.saves)):
+            price -= weights[Sum.RERUN_GIB]  # the copy is gone when the last layer is recomputed
+        return np.asarray(price * setting.saved_share * np.array(sizes))
 
     @staticmethod
     def _at(flags: tuple[bool, ...], mode: int) -> bool:
