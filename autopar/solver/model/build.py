@@ -97,7 +97,7 @@ class OpVariables(ModelBuilder):
         moment = self._moment(node)
         kept = keeps, node.name in self.gone, tuple(name is not None for name in keeping), moves, leaving
         behind = node.name in self.behind, *(name is not None and self._is_behind(name) for name in keeping)
-        reruns = self.regather and again and self._reruns(node, mode) and self.graph.trains(node)
+        reruns = self.regather and self._reruns(node, mode) and self.graph.trains(node)
         back = tuple(
             name is not None and not self._is_shared(name) and reruns and self._comes_back(name, node, mode)
             for name in node.outputs

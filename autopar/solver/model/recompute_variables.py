@@ -100,6 +100,7 @@ class RecomputeModes:
         every = [recompute_regions(graph, {**settled, **dict.fromkeys(found, mode)}) for mode in modes]
         of_layer = {op: path for path in found for op in ops[path]}
         again = [recomputed_ops(graph, regions) for regions in every]
+        readers = [reading(graph, layered(regions), own) for regions, own in zip(every, again, strict=True)]
         flagged: dict[str, tuple[bool, ...]] = dict.fromkeys(again[0], (True,))
         flagged |= {op: tuple(op in ops for ops in again) for op in of_layer}
         return RecomputeModes(
@@ -107,8 +108,8 @@ class RecomputeModes:
             of_layer,
             {op: region.name for region in every[-1] for op in region.ops},
             flagged,
-            tuple(_entering(graph, regions, own, of_layer) for regions, own in zip(every, again, strict=True)),
-            _crossing(graph, every, again, of_layer),
+            tuple(_entering(graph, read, own, of_layer) for read, own in zip(readers, again, strict=True)),
+            _crossing(graph, readers, of_layer),
             dict.fromkeys(offloaded(every[0]), (True,))
             | {op: tuple(mode == "offload" for mode in modes) for op in of_layer},
             modes,
@@ -149,10 +150,9 @@ _NOT = (False,)
 
 
 def _entering(
-    graph: NamedGraph, regions: Sequence[RecomputeRegion], again: frozenset[str], of_layer: Mapping[str, str]
+    graph: NamedGraph, readers: frozenset[str], again: frozenset[str], of_layer: Mapping[str, str]
 ) -> frozenset[str]:
     """Return the values that recomputed ops read from ops that are not: of the same layer, or of fixed regions."""
-    readers = reading(graph, layered(regions), again)
     makers = {name: node.name for node in graph.nodes for name in node.outputs if name is not None}
     return frozenset(
         name
@@ -165,22 +165,18 @@ def _entering(
 
 
 def _crossing(
-    graph: NamedGraph,
-    every: Sequence[Sequence[RecomputeRegion]],
-    again: Sequence[frozenset[str]],
-    of_layer: Mapping[str, str],
+    graph: NamedGraph, readers: Sequence[frozenset[str]], of_layer: Mapping[str, str]
 ) -> dict[str, tuple[str, tuple[bool, ...]]]:
     """Return the values of other ops that the recompute of a layer reads, by mode; of several layers, of the first."""
     makers = {name: node.name for node in graph.nodes for name in node.outputs if name is not None}
     found: dict[str, tuple[str, tuple[bool, ...]]] = {}
-    for mode, (regions, own) in enumerate(zip(every, again, strict=True)):
-        readers = reading(graph, layered(regions), own)
+    for mode, reads in enumerate(readers):
         for node in graph.nodes:
-            layer = of_layer.get(node.name) if node.name in readers else None
+            layer = of_layer.get(node.name) if node.name in reads else None
             for name in node.operands if layer is not None else ():
                 if name in makers and of_layer.get(makers[name]) != layer:
                     assert layer is not None, "ops outside of layers read nothing here"
-                    first, flags = found.get(name, (layer, (False,) * len(every)))
+                    first, flags = found.get(name, (layer, (False,) * len(readers)))
                     if first == layer:
                         found[name] = layer, (*flags[:mode], True, *flags[mode + 1 :])
     return found

@@ -269,7 +269,7 @@ class ValueVariables(ModelBuilder):
 
     def _rerun_for(self, user: NamedNode, name: str, mode: int) -> ValueUse | None:
         """Return what an op saves when it is recomputed as a part of the last layer; None if it is not."""
-        if not self.regather or not self.again.flags(user.name)[mode] or not self._reruns(user, mode):
+        if not self.regather or not self._reruns(user, mode):
             return None
         kept = (user.name, name) in self.kept.operands
         sums = None if self._is_shared(name) else self._partial_sums(user, name, 0)

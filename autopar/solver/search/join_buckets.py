@@ -102,7 +102,8 @@ class JoinedBuckets:
         """
         states = list(chosen)
         for parameters in self.small.values():
-            held = {one: self._held(one, chosen[one.place]) for one in parameters if self._is_gathered(one, chosen)}
+            kinds = {one: self._kind(one, chosen, chosen[one.place]) for one in parameters}
+            held = {one: self._held(one, chosen[one.place]) for one, kind in kinds.items() if not _is_sum(kind)}
             if len({option.again for option in held.values()}) > 1:
                 for one, option in held.items():
                     options = self.model.variables[one.place].states
@@ -128,10 +129,6 @@ class JoinedBuckets:
     def _held(self, one: _Parameter, state: int) -> StorageOption:
         held: StorageOption = self.model.variables[one.place].states[state]
         return held
-
-    def _is_gathered(self, one: _Parameter, chosen: Sequence[int]) -> bool:
-        kind = self._kind(one, chosen, chosen[one.place])
-        return kind != NOTHING and _sent(kind[0])
 
     def _kind(self, one: _Parameter, chosen: Sequence[int], state: int) -> _Kind:
         held = self._held(one, state)

@@ -299,7 +299,8 @@ class _SharingGroup:
         """
         numbers, homes = list(self.homes), list(self.homes.values())
         saving = np.where(_IS_SAVING, weights, 0.0)
-        kept, rerun = self._kept(weights), np.where(np.arange(len(Sum)) == Sum.RERUN_GIB, weights, 0.0)
+        kept = self._kept(weights)
+        rerun = np.maximum(self._kept(np.where(np.arange(len(Sum)) == Sum.RERUN_GIB, weights, 0.0)), 0.0)
         kept_by_mode = [self.model.factors[number].table.weighted(saving) for number in ways.modes]
         found = []
         for mode in range(max([modes, *map(len, by_mode)])):
@@ -311,7 +312,7 @@ class _SharingGroup:
                 if not self._is_moved(mode):
                     copies = self._saved_copies(homes, weights)
             else:  # of a recomputed layer the copy may be smaller than what is kept
-                total = total - np.maximum(self._kept(rerun), 0.0)
+                total = total - rerun
             flag = self._at(self._least, mode) if self.one.is_made_in_layer else all(self._least)
             once = np.where(self.returned, 0.0, weigh(self._parts[flag], weights))[:, numbers]
             found.append(once + total[:, None] + copies - direct[None, homes])
