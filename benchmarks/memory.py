@@ -263,9 +263,8 @@ def main() -> None:
     print(f"{'model':8} {'layout':20} {'saved MB':>19}  {'peak MB':>19}   error  at")
     worst = 0.0
     for name, layout, graph, plan, assignment in cases(options.models.split(","), options.micro_batches):
-        layers = [path for repeat in graph.repeats for path in repeat.module_paths]
         names = frozenset(tensor.name for tensor in graph.parameters if options.regather)
-        plan = plan.with_recompute(dict.fromkeys(layers, options.recompute)).with_regather(names)
+        plan = plan.with_recompute(dict.fromkeys(graph.ops_of_layers, options.recompute)).with_regather(names)
         predicted = memory(lower_step(graph, plan))
         measured = measure(graph, plan, options.rank, assignment)
         error = predicted.peak_bytes / measured.peak_bytes - 1

@@ -188,7 +188,7 @@ def rank_outcomes(
         try:
             layout = choose_layout(strategy_call(strategy, len(sizes)), axes)
             assignment = propagate(graph, layout, axes)
-            layers = [path for repeat in graph.repeats for path in repeat.module_paths]
+            layers = list(graph.ops_of_layers)
             assignment = replace(assignment, recompute=dict.fromkeys(layers, recompute))
             check_contracts(layout, graph, assignment, inserted_reshards(graph, assignment, "full"))
             parallel = ParallelModule.planned(graph, assignment, devices, outputs="full")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -16,8 +15,11 @@ from torch.fx import Node
 from autopar.errors import AutoparError
 from autopar.ir.analysis.finite import passable_sums
 from autopar.ir.analysis.float8_products import weights_in_float8
+from autopar.ir.analysis.layer_stacks import LayerStack, layer_stacks
+from autopar.ir.analysis.op_forms import op_forms
 from autopar.ir.analysis.op_memory import Footprint, InternalSave, SavedTensors, footprints, saved_values
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
+from autopar.ir.analysis.scalar_shares import collective_shares
 from autopar.ir.exported import Exported
 from autopar.ir.interpreter import TracedModule
 from autopar.ir.values import Dim, NamedNode, NamedTensor, SequenceFold
@@ -148,19 +150,22 @@ class NamedGraph:
         return any(name is not None and self.tensors[name].requires_grad for name in node.outputs)
 
     @cached_property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """Return the layers of the model, which may be recomputed, by stack."""
+        return layer_stacks(self.model, self.nodes, self.repeats)
+
+    @cached_property
     def ops_of_layers(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the ops of each repeated layer in order, by the path of its module."""
-        by_node = {node.node: node.name for node in self.nodes}
-        found: dict[str, dict[str, None]] = {}
-        for repeat in self.repeats:
-            for path, layer in zip(repeat.module_paths, repeat.layers, strict=True):
-                found.setdefault(path, {}).update((by_node[name], None) for name in layer if name in by_node)
-        return {path: tuple(ops) for path, ops in found.items()}
+        """Return the ops of each layer in order, by the path of its module; of all calls of one module together."""
+        found: dict[str, tuple[str, ...]] = {}
+        for layer in (layer for stack in self.stacks for layer in stack.layers):
+            found[layer.path] = (*found.get(layer.path, ()), *layer.ops)
+        return found
 
     @cached_property
     def forms(self) -> Mapping[str, int]:
         """Return a number for each op, by name; ops that differ only in names have equal numbers."""
-        return _forms(self.nodes, self.tensors, self.passable_sums)
+        return op_forms(self.nodes, self.tensors, self.passable_sums)
 
     @cached_property
     def passable_sums(self) -> Mapping[str, frozenset[frozenset[int]]]:
@@ -170,7 +175,7 @@ class NamedGraph:
     @cached_property
     def shares(self) -> Mapping[str, float]:
         """Return the share of each scalar in the collective that adds up several of them at once."""
-        return _collective_shares(self.nodes, self.tensors)
+        return collective_shares(self.nodes, self.tensors)
 
     def __str__(self) -> str:
         return render_text(self)
@@ -218,6 +223,12 @@ def _header(graph: NamedGraph) -> str:
         lines[-1] += f", {count_text(graph.trained_numel)} of them trained"
     for repeat in graph.repeats:
         lines.append(f"{repeat.count} times the same {repeat.period} ops: {_span(repeat.module_paths)}")
+    units = {path for repeat in graph.repeats for path in repeat.module_paths}
+    for stack in graph.stacks:
+        paths = [layer.path for layer in stack.layers]
+        # Layers that are the units of a repeat have been told.
+        if not units.issuperset(paths):
+            lines.append(f"{len(paths)} layers: {_span(paths)}")
     return "\n".join(lines)
 
 
@@ -386,64 +397,5 @@ def render_json(graph: NamedGraph) -> dict[str, Any]:
             }
             for r in graph.repeats
         ],
+        "layers": {path: list(ops) for path, ops in graph.ops_of_layers.items()},
     }
-
-
-# -- analyses that need names ------------------------------------------------------------------------------------------
-
-
-def _collective_shares(nodes: Sequence[NamedNode], tensors: Mapping[str, NamedTensor]) -> Mapping[str, float]:
-    """Return the share of each scalar in the collective that adds up several, such as a loss and its target count.
-
-    The emitter delays a sum until its first use, and joins it with those that follow until then
-    (`autopar/lowering/passes/join_small_sums.py`). The plan decides which scalars are sums. The shares assume that all
-    of a group are, or none, so that the price of each does not depend on the others.
-    """
-    first_use: dict[str, int] = {}
-    for place, node in enumerate(nodes):
-        for name in node.operands:
-            first_use.setdefault(name or "", place)
-    groups: list[list[str]] = []
-    until = -1
-    for place, node in enumerate(nodes):
-        # An op that reads dims and returns a scalar sums over all of them: partial as soon as one of them is split.
-        reads_dims = any(operand is not None and operand.factors for operand in node.rule.operands)
-        for name in node.outputs if reads_dims else ():
-            if name is None or prod(tensors[name].shape) != 1:
-                continue
-            used = first_use.get(name, len(nodes))
-            if until < place:
-                groups.append([])
-                until = used
-            groups[-1].append(name)
-            until = min(until, used)
-    return MappingProxyType({name: 1 / len(group) for group in groups if len(group) > 1 for name in group})
-
-
-def _forms(
-    nodes: Iterable[NamedNode], tensors: Mapping[str, NamedTensor], passable: Mapping[str, Hashable]
-) -> Mapping[str, int]:
-    """Return a number for each op; equal ops with equal rules on tensors with equal atoms have equal numbers.
-
-    Plain arguments (a number, a dim) count only through the rule, the sizes and the sums that may pass (`passable`).
-    """
-    known: dict[Hashable, int] = {}
-    # Everything about a tensor that matters to its ops: all but its name and those of its dims.
-    kinds = {
-        name: (one.kind == "param", one.dtype, one.requires_grad, one.frozen, one.shape, one.routed, _marked_atoms(one))
-        for name, one in tensors.items()
-    }
-
-    def form(node: NamedNode) -> Hashable:
-        operands = tuple(None if name is None else (node.operands.index(name), kinds[name]) for name in node.operands)
-        outputs = tuple(None if name is None else kinds[name] for name in node.outputs)
-        sizes = tuple(node.sizes.items()), tuple(node.atoms.items())
-        note = node.attention and (node.attention.band, node.attention.document_share)
-        kind = node.op, node.source, node.rule, sizes, operands, outputs, note, passable[node.name]
-        return *kind, node.by_share, node.fixed
-
-    return {node.name: known.setdefault(form(node), len(known)) for node in nodes}
-
-
-def _marked_atoms(tensor: NamedTensor) -> Hashable:
-    return tuple((atom.dim, atom.size, atom.by_share) for atom in tensor.atoms)

@@ -83,9 +83,8 @@ def shorten(graph: NamedGraph) -> ShortGraph | None:
     short = replace(graph, tensors=MappingProxyType(kept), nodes=nodes, outputs=outputs, repeats=_repeats(graph, cuts))
     # Found by running each op: those of the whole graph hold for its parts.
     short.__dict__["footprints"] = graph.footprints
-    layers = {path: path for repeat in graph.repeats for path in repeat.module_paths}
-    for cut in cuts:
-        layers |= cut.layers
+    layer_of = {op: path for path, own in graph.ops_of_layers.items() for op in own}
+    layers = {path: layer_of[ops[own[0]]] for path, own in graph.ops_of_layers.items()}
     return ShortGraph(graph, short, ops, tensors, twins, layers)
 
 
@@ -100,8 +99,6 @@ class _StackCut:
             for layer in self.removed
             for name, other in zip(repeat.layers[layer], repeat.layers[FIRST - 1], strict=True)
         }
-        paths = repeat.module_paths
-        self.layers = {paths[layer]: paths[FIRST - 1] for layer in self.removed}
 
     @property
     def is_possible(self) -> bool:

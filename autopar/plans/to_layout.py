@@ -248,7 +248,7 @@ class _LayoutWriter:
         for path, mode in getattr(self.assignment, "recompute", {}).items():
             if mode != "none":
                 modes.setdefault(mode, []).append(path)
-        paths = [path for repeat in self.graph.repeats for path in repeat.module_paths]
+        paths = list(self.graph.ops_of_layers)
         for mode, own in modes.items():
             yield from (GatherStatement("recompute", glob, mode) for glob in cover(own, own, paths))
 

@@ -245,9 +245,8 @@ class CompiledCall:
         return made
 
     def compile_layers(self, compiled: Callable[[nn.Module], nn.Module]) -> int:
-        """Compile each kind of repeated layer; return the number of layers that run compiled."""
-        names = {node.node: node.name for node in self.graph.nodes}
-        layers = ([names[op] for op in layer if op in names] for one in self.graph.repeats for layer in one.layers)
+        """Compile each kind of layer; return the number of layers that run compiled."""
+        layers = (layer.ops for stack in self.graph.stacks for layer in stack.layers)
         return compile_layers(self.graph_module, layers, compiled)
 
     def values(self, given: CallSignature, compiled: bool = False) -> list[Tensor]:

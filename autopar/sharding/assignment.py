@@ -61,7 +61,7 @@ class Assignment:
     # Tensors as consumers find them: parameters gathered, results after their reshard.
     values: Mapping[str, Sharding]
     gather_policies: Mapping[str, GatherPolicy] = field(default_factory=dict)
-    # By the module path of a repeated layer; layers that recompute nothing are left out.
+    # By the module path of a layer; layers that recompute nothing are left out.
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     pipelining: Pipelining | None = None
     # Each micro-batch runs as two halves side by side, which are parts along the axis of time.

@@ -86,8 +86,8 @@ class BoundLayout:
 
     @cached_property
     def recompute(self) -> dict[str, Recompute]:
-        """Levels of the repeated layers that the layout names, by module path."""
-        return recompute_of(self.layout, (path for repeat in self.graph.repeats for path in repeat.module_paths))
+        """Levels of the layers that the layout names, by module path."""
+        return recompute_of(self.layout, self.graph.ops_of_layers)
 
     def equivalence_key(self) -> Hashable | None:
         """Return a value that is equal for layouts of equal meaning.

@@ -176,7 +176,7 @@ def _words_of(graph: NamedGraph) -> LayoutWords:
         frozenset(name for tensor in graph.tensors.values() for atom in tensor.atoms for name in atom.names),
         {kind: frozenset(names) for kind, names in kinds.items()},
         {node.name: node.rule.factors for node in graph.nodes},
-        tuple(path for repeat in graph.repeats for path in repeat.module_paths),
+        tuple(graph.ops_of_layers),
         words_of_layers(graph),
     )
 

@@ -1,4 +1,4 @@
-"""Ops to recompute in the backward: repeated layers that a plan names, and checkpoint regions of the model.
+"""Ops to recompute in the backward: layers that a plan names, and checkpoint regions of the model.
 
 `full`: all ops of a layer. `selective`: those that are cheap beside the memory of their results. Expensive are products
 with a parameter, fused attention, recurrences, and ops from other libraries, whose cost is unknown: their results are
@@ -35,16 +35,15 @@ class RecomputeRegion:
 
 
 def recompute_regions(graph: NamedGraph, recompute: Mapping[str, Recompute]) -> tuple[RecomputeRegion, ...]:
-    """Return the regions of a graph; `recompute` is by the module path of a repeated layer.
+    """Return the regions of a graph; `recompute` is by the module path of a layer.
 
     A checkpoint region of the model that shares ops with such a layer is joined with it.
     """
-    by_node = {node.node: node for node in graph.nodes}
     found = [
-        RecomputeRegion(path, recompute[path], tuple(by_node[name].name for name in layer if name in by_node))
-        for repeat in graph.repeats
-        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True)
-        if recompute.get(path, "none") != "none"
+        RecomputeRegion(layer.path, recompute[layer.path], layer.ops)
+        for stack in graph.stacks
+        for layer in stack.layers
+        if recompute.get(layer.path, "none") != "none"
     ]
     own: dict[int, list[str]] = {}
     for node in graph.nodes:
@@ -97,7 +96,7 @@ def _ops_of(
 
 
 def words_of_layers(graph: NamedGraph) -> frozenset[str]:
-    """Return the words for ops of repeated layers in lists of what to recompute."""
+    """Return the words for ops of layers in lists of what to recompute."""
     weights, nodes = _weights(graph), {node.name: node for node in graph.nodes}
     return frozenset(word for ops in graph.ops_of_layers.values() for op in ops for word in _words(nodes[op], weights))
 

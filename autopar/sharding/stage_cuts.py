@@ -157,8 +157,8 @@ class StageCuts:
 
     def between_layers(self) -> list[int]:
         """Return the places before, between and behind the layers of all stacks."""
-        stacks = [repeat.module_paths for repeat in self.graph.repeats if len(set(repeat.module_paths)) == repeat.count]
-        layers = {path: number for number, stack in enumerate(stacks) for path in stack}
+        stacks = [stack for stack in self.graph.stacks if stack.are_distinct]
+        layers = {layer.path: number for number, stack in enumerate(stacks) for layer in stack.layers}
         begins, ends = dict[str, int](), dict[int, int]()
         for place, node in enumerate(self.body):
             for path in layers.keys() & set(paths_of(node.name)):

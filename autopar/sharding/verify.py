@@ -167,10 +167,9 @@ def _wrong_gather_policies(given: _Assigned) -> Iterator[str]:
 
 
 def _wrong_recompute(given: _Assigned) -> Iterator[str]:
-    layers = {path for repeat in given.graph.repeats for path in repeat.module_paths}
     for path, mode in given.assignment.recompute.items():
-        if path not in layers:
-            yield f"{path} is no repeated layer"
+        if path not in given.graph.ops_of_layers:
+            yield f"{path} is no layer"
         if not isinstance(mode, RecomputeList) and mode not in get_args(RecomputeMode):
             yield f"{path}: {mode!r} is no mode"
 
@@ -187,7 +186,7 @@ ASSIGNMENT_INVARIANTS: tuple[Invariant[_Assigned], ...] = (
     Invariant("booleans", "no boolean tensor is partial", _split_booleans_summed),
     Invariant("broadcast", "only what requires a gradient is broadcast", _broadcasts_without_gradient),
     Invariant("gather policies", "a policy is of a parameter and does not contradict itself", _wrong_gather_policies),
-    Invariant("recompute", "recompute modes are of repeated layers", _wrong_recompute),
+    Invariant("recompute", "recompute modes are of layers", _wrong_recompute),
 )
 
 

@@ -14,7 +14,6 @@ from itertools import product
 from autopar.cost.costs import Costs
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.syntax import Recompute
-from autopar.solver.model.recompute_variables import layers_of
 from autopar.solver.search.phases import Incumbent
 
 __all__ = ["offer_with_less_memory"]
@@ -31,7 +30,7 @@ def offer_with_less_memory(
 ) -> None:
     """Offer a plan that takes these costs in ways that take less memory, and the best mixtures of two ways."""
     setting, limit = incumbent.setting, incumbent.limit
-    layers = list(layers_of(setting.graph)) if setting.trains else []
+    layers = list(setting.graph.ops_of_layers) if setting.trains else []
     if not layers or plan.recompute or plan.assignment.pipelining is not None:
         return
     every: dict[Way, Costs] = {("none", False): costs}

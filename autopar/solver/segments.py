@@ -1,4 +1,4 @@
-"""Segments of a model: its repeated layers, and what stands before, between and behind them; the costs of each.
+"""Segments of a model: its layers, and what stands before, between and behind them; the costs of each.
 
 The costs are those of a short graph, in which each stack has few layers, by the simulation that prices whole plans. A
 stage of a pipeline is a run of segments of the whole model: its times and its stored and saved bytes add up.
@@ -31,7 +31,7 @@ from autopar.sharding.schedules import orders
 from autopar.sharding.stage_cuts import StageCuts, paths_of
 from autopar.sharding.time_slice import slice_in_time, time_assignment
 from autopar.solver import Floats
-from autopar.solver.model.recompute_variables import STATES, layers_of
+from autopar.solver.model.recompute_variables import STATES
 
 __all__ = [
     "STAGES",
@@ -135,7 +135,7 @@ def segments_of(graph: NamedGraph, micro: MicroBatches) -> list[tuple[str, tuple
     """Return the segments in order: the path of its layer or nothing, and its ops of the micro-batches."""
     cuts = StageCuts(graph, time_assignment(graph, micro), PipelineStatement(STAGES, "1f1b"), (1.0,), None)
     places = [place for place in cuts.between_layers() if 0 < place < len(cuts.body)]
-    known = set(layers_of(graph))
+    known = graph.ops_of_layers.keys()
     found = []
     for first, last in zip([0, *places], [*places, len(cuts.body)], strict=True):
         ops = tuple(node.name for node in cuts.body[first:last])
@@ -210,7 +210,7 @@ def model_costs(
     for mode in modes if like is None else modes[:1]:
         if mode in by_mode:
             continue
-        step = whole.recomputing({} if mode == "none" else dict.fromkeys(layers_of(short.graph), mode))
+        step = whole.recomputing({} if mode == "none" else dict.fromkeys(short.graph.ops_of_layers, mode))
         # All modes run the same ops.
         step.__dict__["footprints"] = footprints
         sent, _ = sent_bytes(step, len(every))

@@ -140,8 +140,8 @@ class PlanningProblem:
         rate, outcomes = self.cluster.device.host_bytes_per_second, list[bool]()
         if rate is None or not self.trains or self.options.compiled or not self.may_offload:
             return STATES[:-1]
-        for repeat in self.graph.repeats:
-            ops = self.graph.ops_of_layers[repeat.module_paths[0]]
+        kinds = {tuple(self.graph.forms[op] for op in ops): ops for ops in self.graph.ops_of_layers.values()}
+        for ops in kinds.values():
             copies = self.movable_bytes(ops) / rate
             seconds = sum(self.whole_seconds[op] for op in ops)
             # The backward of products takes twice the time of the forward.
@@ -161,11 +161,11 @@ class PlanningProblem:
 
     @cached_property
     def layer_of(self) -> Mapping[str, str]:
-        """Return the path of the repeated layer of each op that is in one."""
+        """Return the path of the layer of each op that is in one."""
         return {op: path for path, ops in self.graph.ops_of_layers.items() for op in ops}
 
     def shares_layer(self, op: str, other: str) -> bool:
-        """Return whether two ops are in one repeated layer, or both in none: what recomputes one may recompute both."""
+        """Return whether two ops are in one layer, or both in none: what recomputes one may recompute both."""
         return self.layer_of.get(op) == self.layer_of.get(other)
 
     @cached_property

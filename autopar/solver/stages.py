@@ -21,7 +21,7 @@ from autopar.sharding.layout.syntax import PipelineStatement, Recompute
 from autopar.sharding.pipelining import check_pipeline, with_stages
 from autopar.sharding.schedules import most_in_flight, orders
 from autopar.sharding.time_slice import time_assignment
-from autopar.solver.model.recompute_variables import layers_of, mode_counts
+from autopar.solver.model.recompute_variables import mode_counts
 from autopar.solver.search.phases import Incumbent
 from autopar.solver.setting import MicroBatchedCall, PlanningProblem
 from autopar.solver.stage_design import SCHEDULES
@@ -160,7 +160,7 @@ def _recompute_by_stage(incumbent: Incumbent, plan: StepPlan) -> None:
     setting, pipelining = incumbent.setting, plan.assignment.pipelining
     assert pipelining is not None, "a pipeline has stages"
     fixed = {path: mode for path, mode in plan.recompute.items() if path in incumbent.bound_layout.recompute}
-    layers = [path for path in layers_of(setting.graph) if path not in incumbent.bound_layout.recompute]
+    layers = [path for path in setting.graph.ops_of_layers if path not in incumbent.bound_layout.recompute]
     if not setting.trains or not layers:
         return
     own = _layers_by_stage(setting, pipelining, layers)

@@ -364,7 +364,7 @@ def _plan(graph: NamedGraph, run: Run) -> StepPlan:
     found = _propagated(decoder, batch, run.sharding, run.sequence_parallel, run.dp, run.tp)
     axes = SubMesh({"pp": run.pp, "dp": run.dp, "tp": run.tp})
     plan = StepPlan(graph.fingerprint, replace(found.assignment, axes=axes))
-    layers = {path: run.recompute for repeat in graph.repeats for path in repeat.module_paths}
+    layers = dict.fromkeys(graph.ops_of_layers, run.recompute)
     parameters = [tensor.name for tensor in graph.parameters]
     options = TrainingOptions(
         local_inputs=True,

@@ -108,7 +108,7 @@ def test_flops(graph: NamedGraph) -> None:
     attention = 3 * 3.5 * 4 * 1024 * 1024 / 2  # layers, with the backward, of each token with half of the others
     assert found.flops == pytest.approx(6 * tokens * matrices + tokens * attention, rel=0.01)
     assert found.device_flops * 16 == pytest.approx(found.flops, rel=0.01)
-    layers = [path for repeat in graph.repeats for path in repeat.module_paths]
+    layers = list(graph.ops_of_layers)
     plan = plan_of(graph, "ddp").with_recompute(dict.fromkeys(layers, "full"))
     again, to_end = (
         evaluate(graph, plan.with_options(replace(plan.options, recompute_to_end=whole)), CLUSTER)
@@ -132,7 +132,7 @@ def test_what_a_split_divides(graph: NamedGraph) -> None:
 
 
 def test_recomputation_trades_time_for_memory(graph: NamedGraph) -> None:
-    layers = [path for repeat in graph.repeats for path in repeat.module_paths]
+    layers = list(graph.ops_of_layers)
     none, selective, full = (
         evaluate(graph, plan_of(graph, "megatron").with_recompute(dict.fromkeys(layers, mode)), CLUSTER)
         for mode in ("none", "selective", "full")

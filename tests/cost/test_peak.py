@@ -134,7 +134,7 @@ def test_a_resnet_that_computes_and_gathers_again_is_measured_as_predicted(
     """Some stretches of its layers write nothing but statistics."""
     model, inputs = resnet(depth=18, width=8, image=64, batch=8, loss=True, train=True)
     graph = autopar.trace(model, inputs)
-    layers = [path for repeat in graph.repeats for path in repeat.module_paths]
+    layers = list(graph.ops_of_layers)
     regather = frozenset(tensor.name for tensor in graph.parameters)
     plan = plan_of(graph, layout, axes).with_recompute(dict.fromkeys(layers, mode)).with_regather(regather)
     found, real = predicted(graph, plan), measure(graph, plan)
@@ -146,7 +146,7 @@ def test_a_resnet_that_computes_and_gathers_again_is_measured_as_predicted(
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron_sp"])
 def test_offloaded_layers_leave_the_device_as_predicted(layout: str) -> None:
     graph = autopar.trace(*gpt(layers=4, d_model=128, heads=4, vocab=256, seq=96, batch=8))
-    layers = [path for repeat in graph.repeats for path in repeat.module_paths]
+    layers = list(graph.ops_of_layers)
     plan = plan_of(graph, layout, GPT_LAYOUTS[layout])
     moved = plan.with_recompute(dict.fromkeys(layers, "offload"))
     before, found, real = predicted(graph, plan), predicted(graph, moved), measure(graph, moved)
@@ -235,7 +235,7 @@ def test_regathered_parameters_are_not_kept(small_gpt: NamedGraph) -> None:
 
 
 def test_recomputation_keeps_less(small_gpt: NamedGraph) -> None:
-    layers = [path for repeat in small_gpt.repeats for path in repeat.module_paths]
+    layers = list(small_gpt.ops_of_layers)
     assert len(layers) == 3
     plans = {
         mode: plan_of(small_gpt, "ddp", {"dp": 2}).with_recompute(dict.fromkeys(layers, mode))
@@ -255,7 +255,7 @@ def test_recomputation_keeps_less(small_gpt: NamedGraph) -> None:
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron_sp", "fsdp, gathered again"])
 def test_recomputation_is_measured_as_predicted(small_gpt: NamedGraph, layout: str, mode: str) -> None:
-    layers = [path for repeat in small_gpt.repeats for path in repeat.module_paths]
+    layers = list(small_gpt.ops_of_layers)
     name, _, again = layout.partition(", ")
     plan = plan_of(small_gpt, name, GPT_LAYOUTS[name]).with_recompute(dict.fromkeys(layers, mode))
     plan = plan.with_regather([t.name for t in small_gpt.parameters if again])
@@ -282,7 +282,7 @@ def test_lists_of_ops_are_measured_as_predicted(small_gpt: NamedGraph, ops: str)
 def test_large_parameters_of_layers_computed_again_are_measured_as_predicted(mode: str, regathers: bool) -> None:
     """Each fills a bucket by itself; what is not gathered again stays, as it is gathered outside the layer."""
     graph = autopar.trace(*gpt(layers=2, d_model=1280, heads=4, vocab=64, seq=16, batch=4))
-    layers = [path for repeat in graph.repeats for path in repeat.module_paths]
+    layers = list(graph.ops_of_layers)
     plan = plan_of(graph, "fsdp", {"fsdp": 4}).with_recompute(dict.fromkeys(layers, mode))
     plan = plan.with_regather([t.name for t in graph.parameters if regathers])
     found, real = predicted(graph, plan), measure(graph, plan)

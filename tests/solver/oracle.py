@@ -1,6 +1,6 @@
 """The planner's problem as one CP-SAT model, and as a table of all its assignments: the oracles of the planner.
 
-Sets and variables are those of `autopar/solver/model/model.py`, with the modes of the repeated layers as one variable
+Sets and variables are those of `autopar/solver/model/model.py`, with the modes of the layers as one variable
 more and with every conversion of a tensor into one layout paid for once, however many ops want it. The objective bounds
 the seconds of `evaluate` from below: buckets of parameters are counted at the rate of a full one. So the best of all
 plans by `evaluate` is found by pricing assignments in the order of their bounds until none that is left can be better.
@@ -29,7 +29,7 @@ from autopar.solver.model.builder import returned_tensors
 from autopar.solver.model.cost_tables import CostTables, ValueUse
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, MOMENTS, Hinges, Sum
-from autopar.solver.model.recompute_variables import MODES, layers_of
+from autopar.solver.model.recompute_variables import MODES
 from autopar.solver.setting import PlanningProblem
 
 __all__ = ["ROUNDED", "Complete", "Oracle", "Term", "best_of_all", "bounds", "cheapest", "own_problem", "whole_problem"]
@@ -51,7 +51,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Oracle:
-    """`counts`: the states of each variable; the last variable are the modes of the repeated layers."""
+    """`counts`: the states of each variable; the last variable are the modes of the layers."""
 
     models: tuple[Model, ...]
     counts: tuple[int, ...]
@@ -83,7 +83,7 @@ def own_problem(model: Model) -> Oracle:
 def whole_problem(setting: PlanningProblem, bound_layout: BoundLayout) -> Oracle:
     """All that may be decided, with each conversion counted once."""
     tables = CostTables(setting)
-    layers = layers_of(setting.graph) if setting.trains else ()
+    layers = tuple(setting.graph.ops_of_layers) if setting.trains else ()
     models = tuple(
         build(setting, bound_layout, tables, regather=True, recompute=dict(zip(layers, modes, strict=True)))
         for modes in product(("none", *MODES), repeat=len(layers))

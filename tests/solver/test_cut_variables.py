@@ -18,7 +18,6 @@ from autopar.solver import Floats
 from autopar.solver.model.build import build
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MOMENTS, Hinges
-from autopar.solver.model.recompute_variables import layers_of
 from autopar.solver.search import class_tables, elimination, lagrangian
 from autopar.solver.search.bucket_elimination import elimination_order
 from autopar.solver.search.elimination import Elimination
@@ -61,7 +60,7 @@ def model() -> Model:
     graph: NamedGraph = autopar.trace(Readers(4, 64), {"x": torch.randn(16, 64), "y": torch.randn(16, 64)})
     setting = PlanningProblem.of(graph, SubMesh.of(AXES), load_cluster("h100"), TrainingOptions())
     layout = BoundLayout(graph, Layout(()), AXES)
-    return build(setting, layout, regather=True, open_layers=layers_of(graph))
+    return build(setting, layout, regather=True, open_layers=tuple(graph.ops_of_layers))
 
 
 def weights_of(model: Model, price: float) -> Floats:

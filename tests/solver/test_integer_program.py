@@ -34,7 +34,6 @@ from autopar.solver.integer.write_program import program_text
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import Hinges, Sum, every_peak_gib
-from autopar.solver.model.recompute_variables import layers_of
 from autopar.solver.solve import SolvedPlan, solve_plan
 from tests.solver.random_problems import Drawn, drawn, program
 
@@ -56,7 +55,7 @@ def _problems(seed: int, most: int) -> Iterator[tuple[Drawn, Model]]:
     graph = program(seed, 2 if len(axes) == 1 else 1)
     for lines in range(2, 34, 2):  # the more a layout says, the less is open
         problem = drawn(graph, axes, draw, lines)
-        layers = layers_of(graph) if problem.setting.trains else ()
+        layers = tuple(graph.ops_of_layers) if problem.setting.trains else ()
         try:
             model = build(problem.setting, problem.bound_layout, regather=True, open_layers=layers)
         except autopar.AutoparError:  # the layout asks for what cannot be had

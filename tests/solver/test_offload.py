@@ -27,7 +27,7 @@ from autopar.sharding.time_slice import propagate_plan
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.objective import Sum
-from autopar.solver.model.recompute_variables import STATES, layers_of, mode_counts
+from autopar.solver.model.recompute_variables import STATES, mode_counts
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import solve_plan
 from examples.gpt import gpt
@@ -91,7 +91,7 @@ def test_a_mode_of_a_layer_costs_what_it_costs_where_it_is_settled() -> None:
     model, inputs = gpt(batch=16, seq=64, d_model=64, heads=4, vocab=64, layers=3, device="meta")
     graph, cluster, axes = autopar.trace(model, inputs), with_link(450e9), SubMesh({"dp": 2})
     setting = PlanningProblem.of(graph, axes, cluster, TrainingOptions())
-    layers, draw, layout = layers_of(graph), random.Random(0), BoundLayout(graph, Layout(()), axes)
+    layers, draw, layout = tuple(graph.ops_of_layers), random.Random(0), BoundLayout(graph, Layout(()), axes)
     assert setting.modes == STATES
     found = build(setting, layout, regather=True, open_layers=layers)
     for number in range(6):

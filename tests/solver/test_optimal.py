@@ -24,7 +24,7 @@ from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.model.build import build
 from autopar.solver.model.objective import peak_gib
-from autopar.solver.model.recompute_variables import MODES, layers_of
+from autopar.solver.model.recompute_variables import MODES
 from autopar.solver.search.lagrangian import LagrangianSearch
 from autopar.solver.search.prove_small import prove_small
 from tests.solver.oracle import ROUNDED, Complete, Oracle, best_of_all, cheapest, own_problem, whole_problem
@@ -47,7 +47,7 @@ def problems(seed: int, axes: Mapping[str, int], most_layers: int, smallest: int
             model = build(problem.setting, problem.bound_layout, regather=True)
         except autopar.AutoparError:  # the layout asks for what cannot be had
             continue
-        ways = 3 ** len(layers_of(graph))
+        ways = 3 ** len(graph.ops_of_layers)
         if smallest <= ways * prod(len(variable.states) for variable in model.variables) <= largest:
             yield problem
 
@@ -177,7 +177,7 @@ def test_the_search_finds_what_the_complete_model_proves(block: int) -> None:
     for seed in range(200 + 6 * block, 206 + 6 * block):
         draw = random.Random(seed)
         for problem in islice(problems(seed, ONE, 2, 2**8, 2**20), 2):
-            modes = {path: draw.choice(("none", *MODES)) for path in layers_of(problem.graph)}
+            modes = {path: draw.choice(("none", *MODES)) for path in problem.graph.ops_of_layers}
             model = build(problem.setting, problem.bound_layout, regather=True, recompute=modes)
             oracle = own_problem(model)
 

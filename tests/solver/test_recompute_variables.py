@@ -22,7 +22,6 @@ from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, MOMENTS, Hinges, Sum
-from autopar.solver.model.recompute_variables import layers_of
 from autopar.solver.search.elimination import Elimination
 from autopar.solver.search.splice import Splices, places_of
 from autopar.solver.setting import PlanningProblem
@@ -47,7 +46,7 @@ def setting(graph: NamedGraph) -> PlanningProblem:
 
 @pytest.fixture(scope="module")
 def model(graph: NamedGraph, setting: PlanningProblem) -> Model:
-    return build(setting, BoundLayout(graph, Layout(()), AXES), regather=True, open_layers=layers_of(graph))
+    return build(setting, BoundLayout(graph, Layout(()), AXES), regather=True, open_layers=tuple(graph.ops_of_layers))
 
 
 def drawn(model: Model, draw: random.Random) -> list[int]:
@@ -59,7 +58,7 @@ def test_a_mode_of_a_layer_takes_what_it_takes_where_it_is_settled(
     graph: NamedGraph, setting: PlanningProblem, model: Model
 ) -> None:
     draw = random.Random(0)
-    layers = layers_of(graph)
+    layers = tuple(graph.ops_of_layers)
     own = [model.place["recompute", path] for path in layers]
     for modes in product(setting.modes, repeat=len(layers)):
         recompute = dict(zip(layers, modes, strict=True))
@@ -131,13 +130,15 @@ def test_a_mesh_that_cannot_win_is_given_up(graph: NamedGraph) -> None:
 def test_a_recomputed_layer_is_in_memory_when_its_backward_begins() -> None:
     graph = autopar.trace(*gpt(layers=4, d_model=512, heads=8, vocab=1000, seq=512, batch=32, device="meta"))
     setting = PlanningProblem.of(graph, SubMesh.of({"dp": 4, "tp": 2}), CLUSTER, TrainingOptions("loss"))
-    model = build(setting, BoundLayout(graph, Layout(()), setting.axes), regather=True, open_layers=layers_of(graph))
+    model = build(
+        setting, BoundLayout(graph, Layout(()), setting.axes), regather=True, open_layers=tuple(graph.ops_of_layers)
+    )
     elimination, shares = Elimination.of(model), list[tuple[float, float]]()
     for price in (1e-3, 1e-1, 1e2):
         weights = Hinges.of(setting).base + price * MOMENTS[0]
         for mode in ("selective", "full"):
             chosen = elimination.candidate(weights)
-            for path in layers_of(graph):
+            for path in graph.ops_of_layers:
                 chosen[model.place["recompute", path]] = setting.modes.index(mode)
             estimates = MOMENTS @ model.sums(chosen)
             peak = evaluate(graph, plan_of(model, chosen), CLUSTER).memory.peak_bytes / 2**30
@@ -155,10 +156,12 @@ def test_what_enters_a_recomputed_layer_is_in_memory() -> None:
         llama, ids = LlamaForCausalLM(config).bfloat16(), torch.zeros(16, 512, dtype=torch.int64)
     graph = autopar.trace(llama, {"input_ids": ids, "labels": ids})
     setting = PlanningProblem.of(graph, SubMesh.of({"dp": 8}), CLUSTER, TrainingOptions("loss"))
-    model = build(setting, BoundLayout(graph, Layout(()), setting.axes), regather=True, open_layers=layers_of(graph))
+    model = build(
+        setting, BoundLayout(graph, Layout(()), setting.axes), regather=True, open_layers=tuple(graph.ops_of_layers)
+    )
     chosen = Elimination.of(model).candidate(Hinges.of(setting).base + 1e-2 * MOMENTS[0])
     for modes in (["full"] * 6, ["full", "none"] * 3):
-        for path, mode in zip(layers_of(graph), modes, strict=True):
+        for path, mode in zip(graph.ops_of_layers, modes, strict=True):
             chosen[model.place["recompute", path]] = setting.modes.index(mode)
         memory = evaluate(graph, plan_of(model, chosen), CLUSTER).memory
         assert "cross_entropy" in memory.peak_at

@@ -25,7 +25,6 @@ from autopar.solver.integer.solve_formulated import solve_formulated
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import Sum
-from autopar.solver.model.recompute_variables import layers_of
 from autopar.solver.search.lagrangian import LagrangianSearch
 from autopar.solver.setting import PlanningProblem
 from tests.plans.test_ring import Attention
@@ -98,7 +97,7 @@ def problems(seed: int, axes: Mapping[str, int], count: int) -> list[Drawn]:
         except autopar.AutoparError:  # the layout asks for what cannot be had
             continue
         sizes = [float(len(variable.states)) for variable in model.variables]
-        if np.prod(sizes) * 3 ** len(layers_of(graph)) <= MOST_STATES:
+        if np.prod(sizes) * 3 ** len(graph.ops_of_layers) <= MOST_STATES:
             found.append(problem)
         if len(found) == count:
             break

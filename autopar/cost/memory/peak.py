@@ -330,7 +330,7 @@ def check_memory(layout: Layout, graph: NamedGraph, plan: StepPlan, device_bytes
             "E6",
             f"out of memory: expected at most {size_text(most_bytes)} on a device, "
             f"got {size_text(found.peak_bytes)} in {found.peak_at}{_stage_text(fullest)} ({listed})",
-            "split more, 'recompute full @...' or 'recompute offload @...' of repeated layers, 'regather @*', "
+            "split more, 'recompute full @...' or 'recompute offload @...' of layers, 'regather @*', "
             "fewer examples at a time ('micro 8'), or a higher limit",
             statement.span,
         )

@@ -165,13 +165,20 @@ class _Calls:
                 continue
             reached = stop
             count, slack = divmod(stop - start, period)
-            # Any start within the slack is valid: take the one whose layers have the longest common module path.
+            # Any start within the slack is valid: take one whose layers have the longest common module path, and of
+            # these one that ends between the modules nearest to the model.
             shifts = [d for d in range(slack + 1) if _valid_until(carried, start + d, period, stop) == stop]
             layers = [(d, self.paths[start + d : start + d + period]) for d in shifts]
-            shift = -max((len(_common(paths)), len(paths[0]), -d) for d, paths in layers)[2]
+            shift = -max(
+                (len(_common(paths)), -self._end_depth(start + d, period), len(paths[0]), -d) for d, paths in layers
+            )[3]
             run = _LayerRun(start + shift, period, count + 1)
             if self._is_layer(run):
                 yield run
+
+    def _end_depth(self, start: int, period: int) -> int:
+        """Return the depth of the innermost module in which a layer ends and the next one begins."""
+        return len(_common(self.paths[start + period - 1 : start + period + 1]))
 
     def _is_layer(self, run: _LayerRun) -> bool:
         """Return True if layers have parameters, and each computes on results of the one before."""

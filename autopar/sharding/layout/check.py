@@ -41,7 +41,7 @@ class LayoutWords:
     tensors: Mapping[str, frozenset[str]]
     # Its ops and the factors of the rule of each.
     ops: Mapping[str, tuple[str, ...]]
-    # The module paths of its repeated layers.
+    # The module paths of its layers.
     layers: tuple[str, ...] = ()
     # Words for ops of these layers in lists of what to recompute.
     op_words: frozenset[str] = frozenset()
@@ -111,12 +111,12 @@ def _check_names(statement: Statement, words: LayoutWords, axes: SubMesh, any_di
     for glob in tensor_globs(statement):
         _check_glob("tensor", glob, words.of_kind(None), span)
     if isinstance(statement, GatherStatement) and statement.action == "recompute":
-        _check_glob("repeated layer", statement.glob, words.layers, span)
+        _check_glob("layer", statement.glob, words.layers, span)
         for item in statement.level.items if isinstance(statement.level, RecomputeList) else ():
             if item.is_glob:
                 _check_glob("op", item.pattern, words.ops, item.span)
             elif item.pattern not in words.op_words:
-                raise unknown_name("op of repeated layers", item.pattern, words.op_words, item.span)
+                raise unknown_name("op of layers", item.pattern, words.op_words, item.span)
     elif isinstance(statement, OpPin):
         _check_glob("op", statement.glob, words.ops, span)
         for op in (op for op in words.ops if glob_matches(statement.glob, op)):

@@ -29,7 +29,7 @@ Collective = Literal["all_gather", "all_reduce", "all_to_all", "halo_exchange", 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
-# Ops of a repeated layer that the backward recomputes: none, the cheap ones, or all. With `offload` none: what they
+# Ops of a layer that the backward recomputes: none, the cheap ones, or all. With `offload` none: what they
 # save goes to the host. A list names the ops themselves.
 RecomputeMode = Literal["none", "selective", "full", "offload"]
 Recompute = RecomputeMode | RecomputeList
@@ -156,7 +156,7 @@ class OpPin:
 
 @dataclass(frozen=True)
 class GatherStatement:
-    """`keep @name`, `regather @name` of a parameter; `recompute full @name` of a repeated layer."""
+    """`keep @name`, `regather @name` of a parameter; `recompute full @name` of a layer."""
 
     action: Literal["keep", "regather", "recompute"]
     glob: str

@@ -3,7 +3,7 @@
 Sets
     ops, each with options: a choice and the shardings of operands and results    `candidates.options_of`
     stored tensors (inputs, parameters, buffers), each with storage options       `candidates.stored_of`
-    repeated layers, each with recompute modes                                    `recompute_variables.layers_of`
+    layers, each with recompute modes                                             `NamedGraph.ops_of_layers`
     shared values, each with the shardings that its producer gives and its        `ValueVariables`
         consumers need: results with several users, returned results, and
         results that the layout names; other values stay as they are produced

@@ -1,4 +1,4 @@
-"""Recomputation of repeated layers: the ops to recompute, by the decision on their layer."""
+"""Recomputation of layers: the ops to recompute, by the decision on their layer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,10 @@ from autopar.sharding.recompute import (
     rerun_ends,
 )
 
-__all__ = ["MODES", "STATES", "RecomputeModes", "last_of", "layers_of", "mode_counts"]
+__all__ = ["MODES", "STATES", "RecomputeModes", "last_of", "mode_counts"]
 
 MODES: tuple[Recompute, ...] = ("selective", "full", "offload")
 STATES: tuple[Recompute, ...] = ("none", *MODES)
-
-
-def layers_of(graph: NamedGraph) -> tuple[str, ...]:
-    """Return the paths of all repeated layers."""
-    return tuple(dict.fromkeys(path for repeat in graph.repeats for path in repeat.module_paths))
 
 
 def last_of(graph: NamedGraph, layers: Iterable[str]) -> tuple[str | None, frozenset[str]]:

@@ -33,7 +33,7 @@ from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.guard_factors import forbid_broken
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import peak_gib
-from autopar.solver.model.recompute_variables import STATES, layers_of
+from autopar.solver.model.recompute_variables import STATES
 from autopar.solver.search.join_buckets import JoinedBuckets
 from autopar.solver.search.joined_axes import MOST_AXES, AxisRoles, JoinedAxes, joined_meshes, ways_of
 from autopar.solver.search.lagrangian import LagrangianSearch
@@ -192,7 +192,7 @@ class SearchPhases:
     @property
     def layers(self) -> list[str]:
         """Layers whose recomputation is open."""
-        every = layers_of(self.setting.graph) if self.setting.trains else ()
+        every = tuple(self.setting.graph.ops_of_layers) if self.setting.trains else ()
         return [path for path in every if path not in self.bound_layout.recompute]
 
     @property
@@ -278,8 +278,9 @@ class SearchPhases:
             search.best = self.incumbent.seconds
         search.run()
         if self.joined is None:  # of joined axes, only the choices are followed
-            search.refine()
             splice_plans(search)
+            if search.refine():
+                splice_plans(search)
         search.end()
         if self.joined is None and search.is_wide:
             search.widen()
