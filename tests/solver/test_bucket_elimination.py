@@ -97,3 +97,7 @@ def test_parts_that_share_no_variable_are_cut_at_once() -> None:
     together = elimination_order([3] * 6, [*wheel(0, range(2, 6)), *wheel(1, range(2, 6))])
     assert len(together.nodes_of_large(3**3, degree)) == 1
     assert apart.nodes_of_large(apart.largest, degree) == []
+    del degree[0]
+    others = apart.nodes_of_large(3**3, degree)
+    assert 0 not in others, "what has no degree stays"
+    assert len(others) == 2

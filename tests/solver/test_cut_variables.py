@@ -87,6 +87,12 @@ def test_the_value_that_all_layers_read_is_cut_and_no_mode(model: Model, monkeyp
     assert not any(model.variables[node].kind == "recompute" for node in narrow.cut)
 
 
+def test_no_mode_is_cut_however_narrow(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = cut(model, monkeypatch, 60)
+    assert len(narrow.cut) > 10
+    assert not any(model.variables[node].kind == "recompute" for node in narrow.cut)
+
+
 @pytest.mark.parametrize("price", [0.0, 1e-4, 1e-1])
 def test_elimination_by_classes_cuts_no_gradient(model: Model, monkeypatch: pytest.MonkeyPatch, price: float) -> None:
     """It finds the least of the whole model, recompute modes included, with shared reshards and without."""

@@ -53,6 +53,20 @@ def drawn(model: Model, draw: random.Random) -> list[int]:
     return [draw.randrange(len(variable.states)) for variable in model.variables]
 
 
+def test_two_ops_save_no_less_than_nothing(model: Model) -> None:
+    """A value of one user of its layer counts in the table of both ops, which alone says what is saved."""
+    weights = np.zeros(len(Sum))
+    weights[Sum.KEPT_GIB] = 1.0
+    found = []
+    for factor in model.factors:
+        pair = [model.variables[node] for node in factor.scope[-2:]]
+        if {one.kind for one in pair} == {"op"} and model.setting.shares_layer(*(one.name for one in pair)):
+            found.append(factor.table.weighted(weights))
+    assert len(found) > 10
+    assert min(table.min() for table in found) == 0.0
+    assert max(table.max() for table in found) > 0.0
+
+
 @pytest.mark.slow
 def test_a_mode_of_a_layer_takes_what_it_takes_where_it_is_settled(
     graph: NamedGraph, setting: PlanningProblem, model: Model

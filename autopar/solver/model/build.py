@@ -86,9 +86,14 @@ class OpVariables(ModelBuilder):
     def _op_parts(self, node: NamedNode, options: tuple[OpSharding, ...], mode: int) -> Parts:
         fused = self.shares.get(node.name)
         again, runs = self.again.flags(node.name)[mode], self.again.runs(node.name)[mode]
-        # Shared values count where they are kept, and not at their producer.
+        # Shared values count where they are kept, and not at their producer; those of one op beside it.
         keeping = tuple(
-            name if name is not None and not self._is_shared(name) and self._counts(name, node, mode) else None
+            name
+            if name is not None
+            and not self._is_shared(name)
+            and self._counts(name, node, mode)
+            and not self._counts_at_user(name, mode)
+            else None
             for name in node.outputs
         )
         moves = self.again.moves(node.name, mode)

@@ -228,6 +228,21 @@ class ModelBuilder:
         """Return whether a result that lives until the backward counts by the mode of its maker's layer."""
         return self._lives(name, maker, mode) and self._keeper_beyond(name) is None
 
+    def _counts_at_user(self, name: str, mode: int) -> bool:
+        """Return whether a result counts beside the only op that takes it: what is saved depends on both shardings.
+
+        So no table has less than nothing to save, and a variable that is cut loses less of the bound.
+        """
+        maker, users = self.makers[name][0], self.setting.users.get(name, ())
+        if self._is_shared(name) or len(users) != 1 or not self._counts(name, maker, mode):
+            return False
+        user = users[0]
+        return (
+            self.again.layers.get(user.name) == self.again.layers.get(maker.name)
+            and self._leaves(name, maker, mode) == self.again.moves(user.name, mode)
+            and self._is_behind(name) == (user.name in self.behind)
+        )
+
     def _enters(self, name: str, maker: NamedNode, mode: int) -> bool:
         return not self.again.flags(maker.name)[mode] and name in self.entering[mode]
 

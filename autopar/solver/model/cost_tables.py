@@ -77,6 +77,8 @@ class ValueUse(NamedTuple):
     kept: bool = False
     # The value itself is saved if it is not resharded.
     instead: bool = False
+    # The value itself counts here, and not where it is made.
+    here: bool = False
     # Share of its sum in a collective that joins several sums.
     share: float = 1.0
     # Of a value that this op alone uses: what becomes of partial sums. They are added up where they are made.
@@ -143,7 +145,7 @@ class CostTables:
                 parts[Sum.FORWARD_EACH], parts[Sum.BACKWARD_EACH] = sent[0][1], again * sent[0][1] + sent[1][1]
             if unreached.any():
                 parts[Sum.FORBIDDEN] = summed_over_wants(unreached.astype(np.float64), columns, place, len(rows))
-            if use.kept or (use.sums is not None and use.sums.lives):
+            if use.kept or use.here or (use.sums is not None and use.sums.lives):
                 kept, moved = self._kept(cut, rows, columns, use, summed)
                 parts[Sum.KEPT_GIB] = self.setting.saved_share * kept
                 if use.behind:
@@ -254,7 +256,7 @@ class CostTables:
     ) -> Floats:
         """Return the saved GiB that reshards add, on the device and on the host.
 
-        With `instead`, those of the value itself are taken off.
+        With `here`, those of the value itself too; with `instead`, they are taken off.
         """
         found = np.zeros((2, len(rows), len(columns)))
 
@@ -265,6 +267,7 @@ class CostTables:
         lives = use.sums is not None and use.sums.lives
         for i, row in enumerate(rows):
             for j, each in enumerate(columns):
+                add(i, j, row, float(use.here))
                 for want in each:
                     if want is None or want.value == row.value:
                         continue

@@ -75,7 +75,9 @@ class RelaxedTables(CostTables):
 
     def values(self, cut: TensorCut, sources: Sequence[Sharding], wants: Sequence[Wants], use: ValueUse) -> CostTable:
         sums = None if use.sums is None else PartialSums(use.sums.again, lives=False)
-        return super().values(cut, sources, wants, use._replace(kept=False, instead=False, sums=sums, moved=False))
+        return super().values(
+            cut, sources, wants, use._replace(kept=False, instead=False, here=False, sums=sums, moved=False)
+        )
 
     def _made(
         self,

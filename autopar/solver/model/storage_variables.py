@@ -214,7 +214,10 @@ class ValueVariables(ModelBuilder):
             sums = None if self._is_shared(tensor.name) else self._partial_sums(user, tensor.name, mode)
             moves = self.again.moves(user.name, mode)
             behind, rerun = user.name in self.behind, self._rerun_for(user, tensor.name, mode)
-            use = ValueUse(again[mode], *self._kept_for(user, tensor.name, mode), share, sums, moves, behind, rerun)
+            here = self._counts_at_user(tensor.name, mode)
+            use = ValueUse(
+                again[mode], *self._kept_for(user, tensor.name, mode), here, share, sums, moves, behind, rerun
+            )
             return self.tables.values(cut, held, wants, use)
 
         self._add_pairs(place, self.place["op", user.name], user, table)

@@ -93,11 +93,11 @@ class SharedTableElimination:
     def nodes_of_large(self, entries: int, degree: Mapping[int, int]) -> list[int]:
         """Return variables that are in most of the tables of more than these entries, in parts that share none.
 
-        Of equals the one of the highest degree. One variable changes the tables of its own part only, so that those of
-        all parts can be cut at once.
+        Variables without a degree are left. Of equals the one of the highest degree. One variable changes the tables
+        of its own part only, so that those of all parts can be cut at once.
         """
         large = [
-            frozenset(each for each in (node, *around) if self.sizes[each] > 1)
+            frozenset(each for each in (node, *around) if self.sizes[each] > 1 and each in degree)
             for node, around in self.order
             if _entries(self.sizes, node, around) > entries
         ]

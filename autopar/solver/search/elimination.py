@@ -63,7 +63,9 @@ class Elimination:
             if whole.largest <= LARGEST_UNCUT and plan.largest > LARGEST_TABLE:
                 cut, plan = (), whole
         if plan.largest > LARGEST_UNCUT:
-            degree = Counter(node for scope in scopes for node in scope)
+            # A layer whose mode is cut may save nothing and recompute nothing at once.
+            modes = {node for node, variable in enumerate(model.variables) if variable.kind == "recompute"}
+            degree = Counter(node for scope in scopes for node in scope if node not in modes)
             while plan.largest > LARGEST_TABLE:
                 cut = *cut, *plan.nodes_of_large(LARGEST_TABLE, degree)
                 plan = _folded(model, scopes, cut)
@@ -79,15 +81,20 @@ class Elimination:
 
         It takes longer, so that a search begins without it.
         """
-        for cut in growing_cuts(self.model):
-            if len(cut) > len(self.cut):
-                break
+        cuts = [cut for cut in growing_cuts(self.model) if len(cut) <= len(self.cut)]
+        found = self
+        # What is too wide is too wide with fewer cuts: the most first, as the fewest that do are sought by bisection.
+        wide, narrow = -1, len(cuts)
+        tried = narrow - 1
+        while wide < tried < narrow:
             try:
-                plan = ClassTables.of(self.model, self.scopes, cut)
+                plan = ClassTables.of(self.model, self.scopes, cuts[tried])
+                inner = _CutVariables.of(self.model, self.scopes, cuts[tried])
+                found, narrow = Elimination(self.model, self.scopes, cuts[tried], plan, inner), tried
             except TooWide:
-                continue
-            return Elimination(self.model, self.scopes, cut, plan, _CutVariables.of(self.model, self.scopes, cut))
-        return self
+                wide = tried
+            tried = (wide + narrow) // 2
+        return found
 
     def least(self, weights: Floats) -> WeightedMinimum:
         """Return a lower bound on the weighted sum of all assignments."""

@@ -323,27 +323,33 @@ class LagrangianSearch:
             if upper - self.model_bound <= self._accuracy * abs(upper):
                 return
 
-    def refine(self) -> None:
-        """Raise the bound of a model with cut variables by elimination by classes, at multipliers near the best."""
+    def refine(self) -> bool:
+        """Raise the bound of a model with cut variables by elimination by classes, at multipliers near the best.
+
+        Return whether plans were priced.
+        """
         is_close = self.best - self.model_bound <= CLOSE * self.best
         if not self.elimination.is_rough or not self.answers or is_close or self.is_late():
-            return
+            return False
         limit = self.least_limit_gib
         known, prices, _, _ = self._best_answer(limit)
         rough, planes = self.elimination, self.planes
         self.elimination = rough.by_classes()
+        if self.elimination is rough:
+            return False
         # Sums of minima with cut variables bound no others.
         self.planes = [one.sums for one in (*self.found.values(), *self.passed)]
         for _ in range(MOST_REFINED):
             self._minimum_at(prices)
             if self.model_bound <= known:  # as much is cut as before
                 self.elimination, self.planes = rough, planes
-                return
+                return False
             weights, _ = self.hinges.weights(prices[: self.count])
             self.try_out(self.elimination.candidate(weights + prices[self.count :] @ MOMENTS, self.looked[-1].chosen))
             upper, prices = self._master(limit)
             if upper - self.model_bound <= self._accuracy * abs(upper) or self.is_late():
-                return
+                break
+        return True
 
     # -- shared reshards
 
