@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -149,15 +150,32 @@ def _stretches(split: LoweredOpContext) -> tuple[HaloStretch, ...]:
 
 def received_share(split: LoweredOpContext) -> Mapping[str, float]:
     """Return, by split factor, the most that a shard receives, as a share of its own extent."""
-    found = {}
-    for stretch in _stretches(split):
-        shares = []
-        for place in range(stretch.count):
-            part, (_, held) = stretch.reach(place), stretch.held(place)
-            got = part.last - part.first - stretch.shared(place, place)[1]
-            shares.append(got / held if held else float(got > 0))
-        found[stretch.factor] = max(shares)
-    return found
+    return {stretch.factor: _received(stretch) for stretch in _stretches(split)}
+
+
+# Ops of one kind have many options with the same cuts.
+@lru_cache(maxsize=4096)
+def _received(stretch: HaloStretch) -> float:
+    shares = []
+    for place in range(stretch.count):
+        part, (_, held) = stretch.reach(place), stretch.held(place)
+        got = part.last - part.first - stretch.shared(place, place)[1]
+        shares.append(got / held if held else float(got > 0))
+    return max(shares)
+
+
+@lru_cache(maxsize=4096)
+def _most_sent(stretch: HaloStretch) -> int:
+    """Return the most positions that a shard sends to others."""
+    places = range(stretch.count)
+    return max(sum(stretch.shared(place, reader)[1] for reader in places if reader != place) for place in places)
+
+
+@lru_cache(maxsize=4096)
+def _most_read(stretch: HaloStretch) -> int:
+    """Return the most positions that a piece of the output reads."""
+    read = [stretch.reach(place) for place in range(stretch.count)]
+    return max(part.last - part.first for part in read)
 
 
 # -- the exchange -----------------------------------------------------------------------------------------------------
@@ -174,14 +192,11 @@ class HaloExchange(OpMessage):
         """Return the exchange along one split dim."""
         # Edges are exchanged dim by dim, so the dims before this one have theirs already.
         shape = list(split.shape)
-        places = range(stretch.count)
         for other in _stretches(split):
             if other.dim < stretch.dim:
-                read = [other.reach(place) for place in range(other.count)]
-                shape[other.dim] = max(part.last - part.first for part in read)
+                shape[other.dim] = _most_read(other)
         line = prod(shape[: stretch.dim] + shape[stretch.dim + 1 :])
-        sent = [[stretch.shared(place, reader)[1] for reader in places if reader != place] for place in places]
-        most = max(map(sum, sent))
+        most = _most_sent(stretch)
         shape[stretch.dim] = stretch.extent
         sharding = Sharding(tuple(stretch.axes if dim == stretch.dim else () for dim in range(len(shape))))
         kind, dim = StepKind.HALO_EXCHANGE, stretch.dim
