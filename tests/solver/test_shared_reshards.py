@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -23,9 +24,12 @@ from autopar.sharding.options import TrainingOptions
 from autopar.solver.integer.formulate import formulate
 from autopar.solver.integer.solve_formulated import solve_formulated
 from autopar.solver.model.build import build, plan_of
+from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import Model
-from autopar.solver.model.objective import Sum
+from autopar.solver.model.objective import MOMENTS, Hinges, Sum
+from autopar.solver.model.shared_reshards import reshard_parts
 from autopar.solver.search.lagrangian import LagrangianSearch
+from autopar.solver.search.reshard_shares import ReshardShares
 from autopar.solver.setting import PlanningProblem
 from tests.plans.test_ring import Attention
 from tests.solver.oracle import best_of_all, whole_problem
@@ -195,6 +199,56 @@ def test_no_plan_near_the_best_is_below_the_bound(sizes: tuple[int, int, int], a
     if len(axes) == 1:
         best = solve_formulated(formulate(model), "highs", "highs", gap=1e-9)
         assert search.bound <= best.objective * formulate(model).unit_seconds * (1 + 1e-6)
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(self.up(x).relu())
+        return found
+
+
+def test_a_value_is_resharded_again_where_a_recompute_takes_it() -> None:
+    """In memory it may be as it is smallest; the bound adds the reshard to what both ops of the next layer take."""
+    graph = autopar.trace(
+        nn.Sequential(*(Residual(64) for _ in range(4))).to("meta"), (torch.empty(512, 64, device="meta"),)
+    )
+    setting = PlanningProblem.of(graph, SubMesh.of({"a": 2, "b": 2}), H100, TrainingOptions("loss"))
+    setting = replace(setting, may_offload=False)
+    layout = BoundLayout(graph, Layout(()), setting.axes)
+    model = build(setting, layout, regather=True, open_layers=tuple(graph.ops_of_layers))
+    hinges = Hinges.of(setting)
+    # A GiB is dear, so that the smallest state has the least costs.
+    weights = hinges.weights(np.ones(len(hinges.offsets)))[0] + 10.0 * MOMENTS[0]
+    kept = np.where(np.arange(len(Sum)) == Sum.KEPT_GIB, weights, 0.0)
+    full, checked, shares = setting.modes.index("full"), 0, ReshardShares(model)
+    costs, tables = (
+        [np.zeros(len(one.states)) for one in model.variables],
+        [one.table.weighted(weights) for one in model.factors],
+    )
+    before = list(tables)
+    shares.discount(costs, tables, weights)
+    for factor, old, new in zip(model.factors, before, tables, strict=True):
+        kinds = [model.variables[node].kind for node in factor.scope]
+        if old is new or kinds != ["recompute", "value", "op"]:
+            continue
+        value = model.variables[factor.scope[1]]
+        sizes = sum(weigh(parts, kept) for parts in value.parts)
+        tensor, states = graph.tensors[value.name], list(value.states)
+        once, twice = (
+            reshard_parts(model.cost_tables, tensor, states, states, again, again) for again in (False, True)
+        )
+        again = weigh(twice, weights) - weigh(once, weights)
+        least = (sizes[:, None] + again).min(axis=0)
+        less = (old - new)[full]
+        # All options of an op take as much less, in states that both ops may take.
+        assert (less == less[:, :1]).all()
+        assert (less[:, 0] <= sizes - least + 1e-12).all()
+        checked += int((sizes - least < sizes - sizes.min() - 1e-9).sum())
+    assert checked > 0
 
 
 @pytest.mark.slow

@@ -129,6 +129,10 @@ class Elimination:
             _, chosen = self._solved(weighted, states)
         return self.settled(chosen, weights)
 
+    def best_kept(self, chosen: Sequence[int], weights: Floats, shares: ReshardShares) -> list[int]:
+        """Return an assignment whose shared tensors are kept as is best beside the others, each reshard paid once."""
+        return shares.best_kept(chosen, weights, _WeightedModel(self.model, weights, self.scopes).costs_beside)
+
     def settled(self, chosen: Sequence[int], weights: Floats) -> list[int]:
         """Return an assignment with the best states of the cut variables beside the others."""
         if not self.cut:
@@ -139,7 +143,7 @@ class Elimination:
     def _best_of_cut(self, weighted: _WeightedModel, chosen: Sequence[int]) -> dict[int, int]:
         if self.inner is not None:
             return self.inner.settled(weighted, chosen)
-        return {node: weighted.best_state(node, chosen) for node in self.cut}
+        return {node: int(weighted.costs_beside(node, chosen).argmin()) for node in self.cut}
 
     @cached_property
     def touched(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -272,13 +276,13 @@ class _WeightedModel:
                 tables[i] = None
         return costs, [table for table in tables if table is not None], constant
 
-    def best_state(self, node: int, chosen: Sequence[int]) -> int:
-        """Return the state of a cut variable that is best with the others."""
+    def costs_beside(self, node: int, chosen: Sequence[int]) -> Floats:
+        """Return the costs of all states of a variable beside those of the others."""
         total = self.costs[node].copy()
         for i in self.incident.get(node, ()):
             scope = self.scopes[i]
             total += self.tables[i][tuple(slice(None) if each == node else chosen[each] for each in scope)]
-        return int(np.argmin(total))
+        return total
 
     def relaxed_sums(
         self, chosen: Sequence[int], cut: Sequence[int], touched: Sequence[tuple[int, tuple[int, ...]]]

@@ -35,10 +35,9 @@ from autopar.solver.search.splice import places_of
 
 __all__ = ["FEW", "MANY", "Candidate", "LagrangianSearch", "by_seconds"]
 
-
 MOST_ROUNDS = 25
-# Rounds of elimination by classes, which takes long, and the gap up to which there are none.
-MOST_REFINED, CLOSE = 8, 2e-3
+# Rounds of elimination by classes, which takes long, and the gap up to which there are none, without a limit and with.
+MOST_REFINED, CLOSE, CLOSE_IF_LIMITED = 8, 2e-3, 2e-2
 # In models of at most this many variables one op matters, so candidates beside the best multipliers are priced; and
 # in models of at most this many, if the gap is large.
 FEW, MANY = 600, 2500
@@ -323,13 +322,15 @@ class LagrangianSearch:
             if upper - self.model_bound <= self._accuracy * abs(upper):
                 return
 
+    def _is_close(self, bound: float) -> bool:
+        return self.best - bound <= (CLOSE_IF_LIMITED if self.is_limited else CLOSE) * self.best
+
     def refine(self) -> bool:
         """Raise the bound of a model with cut variables by elimination by classes, at multipliers near the best.
 
-        Return whether plans were priced.
+        After `count_once`. Return whether plans were priced.
         """
-        is_close = self.best - self.model_bound <= CLOSE * self.best
-        if not self.elimination.is_rough or not self.answers or is_close or self.is_late():
+        if not self.elimination.is_rough or not self.answers or self._is_close(self.bound) or self.is_late():
             return False
         limit = self.least_limit_gib
         known, prices, _, _ = self._best_answer(limit)
@@ -369,10 +370,15 @@ class LagrangianSearch:
             value, chosen = self.elimination.least_once(weights, self.shares)
             self.counted.append((value + constant, prices))
             if prices_plans:
-                self._try_shared(self.elimination.settled(chosen, weights))
+                settled = self.elimination.settled(chosen, weights)
+                self._try_shared(settled)
+                # A state that all ops take may stand for one that is resharded to it once.
+                self._try_shared(self.elimination.best_kept(settled, weights, self.shares))
             missing = min(target, self.best) - self.answer_at(self.counted[-1], limit)
             if missing <= self._accuracy * abs(target) or time.monotonic() > self.deadline:
                 return
+            if self.elimination.is_rough and not self._is_close(self.model_bound):
+                return  # shares cannot raise it enough
             if not self.shares.improve(chosen, weights, missing):
                 return
 

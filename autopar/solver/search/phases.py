@@ -279,13 +279,14 @@ class SearchPhases:
         search.run()
         if self.joined is None:  # of joined axes, only the choices are followed
             splice_plans(search)
-            if search.refine():
-                splice_plans(search)
         search.end()
         if self.joined is None and search.is_wide:
             search.widen()
             splice_plans(search)
         search.count_once()
+        if self.joined is None and search.refine():
+            splice_plans(search)
+            search.count_once()
         return search
 
     def search_model(self, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:

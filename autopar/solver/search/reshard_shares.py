@@ -12,7 +12,7 @@ resharded once for all ops. So shares matter to values of three ops and more, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.solver import Floats
-from autopar.solver.model.cost_tables import CostTable, Parts, weigh
-from autopar.solver.model.model import Factor, FactorByMode, Model
+from autopar.solver.model.cost_tables import Parts, weigh
+from autopar.solver.model.model import FactorByMode, Model
 from autopar.solver.model.objective import MEMORY, Sum
 from autopar.solver.model.shared_reshards import SharedTensor, reshard_parts, shared_tensors
+from autopar.solver.search.ways_to_keep import WaysToKeep
 
 __all__ = ["ReshardShares"]
 
@@ -64,7 +65,7 @@ class ReshardShares:
             )
             layer = one.is_in_layer, one.is_made_in_layer
             key = one.tensor.kind, self.model.costs.kinds[one.place], tables, uses, layer, one.returned
-            ways = _WaysToKeep.of(self.model, one, incident)
+            ways = WaysToKeep.of(self.model, one, incident)
             if key not in found:
                 found[key] = _SharingGroup(self.model, one, ways if self.is_whole else None)
             found[key].members.append((one, ways))
@@ -81,6 +82,21 @@ class ReshardShares:
         for group in self.groups:
             group.add_counted_again(total, chosen)
         return total
+
+    def best_kept(
+        self, chosen: Sequence[int], weights: Floats, costs_of: Callable[[int, Sequence[int]], Floats]
+    ) -> list[int]:
+        """Return an assignment whose shared tensors are kept as is best beside the others, each reshard paid once.
+
+        `costs_of` returns the costs of all states of a variable beside the others.
+        """
+        found = list(chosen)
+        for group in self.groups:
+            for one in (one for one, _ in group.members):
+                total = costs_of(one.place, found) - group.counted_again(one, found, weights)
+                if total.min() < total[found[one.place]] - TINY:
+                    found[one.place] = int(total.argmin())
+        return found
 
     def begin(self, chosen: Sequence[int]) -> None:
         """Give the shares to the ops that take a tensor in one sharding in a good assignment."""
@@ -107,52 +123,13 @@ class ReshardShares:
         return norm > 0.0
 
 
-@dataclass(frozen=True)
-class _WaysToKeep:
-    """Factors by which a tensor comes to be kept in a state."""
-
-    # The reshard from the op that makes a value.
-    maker: int | None
-    # Costs by the mode of a layer.
-    modes: tuple[int, ...]
-    # Memory by the mode of another layer, whose recompute alone keeps the value.
-    crossing: int | None = None
-
-    @staticmethod
-    def of(model: Model, one: SharedTensor, incident: Sequence[int]) -> _WaysToKeep | None:
-        """Return None where contracts bear on the tensor, which forbid some ways."""
-        alone = model.variables[one.place].parts
-        if any(Sum.FORBIDDEN in parts for parts in alone) or any(
-            map(_forbids, (model.factors[i].table for i in incident))
-        ):
-            return None
-        into = [i for i in incident if model.factors[i].scope[-1] == one.place]
-        modes = tuple(i for i in into if model.variables[model.factors[i].scope[-2]].kind == "recompute")
-        makers = [i for i in into if i not in modes]
-        assert len(makers) <= 1, one.tensor.name
-        crossing = [i for i in modes if _is_crossing(model, one, model.factors[i])]
-        rest = tuple(i for i in modes if i not in crossing)
-        return _WaysToKeep(next(iter(makers), None), rest, next(iter(crossing), None))
-
-
-def _is_crossing(model: Model, one: SharedTensor, factor: Factor) -> bool:
-    """Return whether a factor is the memory of a value that no op saves, by the mode of another layer that reads it."""
-    is_of_maker = model.variables[factor.scope[0]].name == one.layer_of_maker
-    return not is_of_maker and not model.setting.kept.is_kept(one.tensor.name)
-
-
-def _forbids(table: CostTable | FactorByMode) -> bool:
-    """Return whether a table is a contract: it costs nothing but what is forbidden."""
-    return isinstance(table, CostTable) and set(table.parts) == {Sum.FORBIDDEN}
-
-
 class _SharingGroup:
     """Tensors whose costs are equal: one set of shares serves all."""
 
-    def __init__(self, model: Model, one: SharedTensor, ways: _WaysToKeep | None) -> None:
+    def __init__(self, model: Model, one: SharedTensor, ways: WaysToKeep | None) -> None:
         self.model = model
         self.one = one
-        self.members: list[tuple[SharedTensor, _WaysToKeep | None]] = []
+        self.members: list[tuple[SharedTensor, WaysToKeep | None]] = []
         self.wants = one.wants
         self.takes = [
             np.array([[want in each for each in use.wants] for want in self.wants], dtype=float).reshape(
@@ -291,7 +268,7 @@ class _SharingGroup:
             if one.crossing is not None:
                 tables[one.crossing] = by_reader
 
-    def _via(self, own: Floats, by_mode: list[Floats], ways: _WaysToKeep, weights: Floats, modes: int) -> Floats:
+    def _via(self, own: Floats, by_mode: list[Floats], ways: WaysToKeep, weights: Floats, modes: int) -> Floats:
         """Return by how much more it costs to keep the tensor in each state and to reshard it once than in each home.
 
         The first axis is the mode of the op that makes it. Where an op saves what it takes, the copy in the sharding
@@ -335,14 +312,28 @@ class _SharingGroup:
         return factor is not None and isinstance(self.model.factors[factor].table, FactorByMode)
 
     def _discount_unsaved(self, saver: int, tables: list[Floats], weights: Floats) -> None:
-        """Let homes take the least memory of any state in modes in which no op saves the value as it takes it."""
+        """Let homes take the least memory of any state in modes in which no op saves the value as it takes it.
+
+        A recompute that takes it from another state reshards it again.
+        """
         factor = self.one.uses[saver].factor
         assert factor is not None, self.one.tensor.name
         kept, new, homes = self._kept(weights), tables[factor].copy(), list(self.homes.values())
         for mode in range(len(new)):
             if not self._is_saved_in(mode):
-                new[mode, homes] -= (kept[homes] - kept.min())[:, None]
+                least = (kept[:, None] + self._again(mode, weights)).min(axis=0)
+                new[mode, homes] -= (kept[homes] - least)[:, None]
         self._set_table(saver, tables, new)
+
+    def _again(self, mode: int, weights: Floats) -> Floats:
+        """Return what one more reshard from each state to each home costs, if a recompute in this mode has it.
+
+        It has the reshard if it brings it to the first op that takes the value, as `evaluate` counts it.
+        """
+        numbers = list(self.homes)
+        if not self._at(self.one.uses[0].again, mode) or all(self._least):
+            return np.zeros((len(self.states), len(numbers)))
+        return (self._weighted(weights, True) - self._weighted(weights, False))[:, numbers]
 
     def _kept(self, weights: Floats) -> Floats:
         """Return the weighted memory of each state alone."""
@@ -392,6 +383,11 @@ class _SharingGroup:
             for want in np.flatnonzero(times > 0).tolist():
                 for key, values in parts.items():
                     total[key] += times[want] * values[chosen[one.place], want]
+
+    def counted_again(self, one: SharedTensor, chosen: Sequence[int], weights: Floats) -> Floats:
+        """Return what `add_counted_again` adds for each state of a tensor, weighted."""
+        times = self._taken_by(one, chosen).sum(axis=0) - 1 + self.returned
+        return np.asarray((np.maximum(times, 0) * self._weighted(weights, all(self._least))).sum(axis=1))
 
     # -- shares
 
