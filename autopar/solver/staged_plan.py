@@ -26,6 +26,7 @@ from autopar.solver.mesh_shape import Shape
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.order_bound import order_bound
 from autopar.solver.published_strategies import check_in_time
+from autopar.solver.search.count_once import count_once
 from autopar.solver.search.joined_axes import MOST_AXES
 from autopar.solver.search.lagrangian import LagrangianSearch
 from autopar.solver.search.phases import Incumbent, SearchPhases
@@ -202,7 +203,7 @@ def _bound(setting: PlanningProblem, pipelining: Pipelining, passes: float, limi
     model = work.model(is_limited=True)
     search = LagrangianSearch(model, _unpriced, math.inf, limit / 2**30, gap=PRECISION)
     search.highest_multipliers(limit / 2**30)
-    search.count_once(prices_plans=False)
+    count_once(search, prices_plans=False)
     return search.bound
 
 

@@ -28,6 +28,7 @@ from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MOMENTS, Hinges, Sum
 from autopar.solver.model.shared_reshards import reshard_parts
+from autopar.solver.search.count_once import count_once
 from autopar.solver.search.lagrangian import LagrangianSearch
 from autopar.solver.search.reshard_shares import ReshardShares
 from autopar.solver.setting import PlanningProblem
@@ -88,7 +89,7 @@ def lagrangian(model: Model) -> LagrangianSearch:
 
     search = LagrangianSearch(model, report, np.inf)
     search.run()
-    search.count_once()
+    count_once(search)
     return search
 
 

@@ -37,7 +37,8 @@ __all__ = ["FEW", "MANY", "Candidate", "LagrangianSearch", "by_seconds"]
 
 MOST_ROUNDS = 25
 # Rounds of elimination by classes, which takes long, and the gap up to which there are none, without a limit and with.
-MOST_REFINED, CLOSE, CLOSE_IF_LIMITED = 8, 2e-3, 2e-2
+# They end where the next one can close no more than a little of the gap.
+MOST_REFINED, CLOSE, CLOSE_IF_LIMITED, LITTLE = 8, 2e-3, 2e-2, 5e-3
 # In models of at most this many variables one op matters, so candidates beside the best multipliers are priced; and
 # in models of at most this many, if the gap is large.
 FEW, MANY = 600, 2500
@@ -57,8 +58,6 @@ NUDGED = 1e-3
 HOPELESS = 1.002
 # Minima at other multipliers that are slower by this factor are not spliced with others.
 FAR = 1.5
-# Rounds in which the shares of reshards improve.
-SHARING_ROUNDS, SHARING_ROUNDS_IF_LARGE = 30, 12
 # Largest memory multiplier, in step times per GiB.
 HIGHEST_MULTIPLIER = 1e3
 
@@ -169,7 +168,7 @@ class LagrangianSearch:
         return self.limit_gib - missed
 
     @property
-    def _accuracy(self) -> float:
+    def accuracy(self) -> float:
         """Return by which share of it a bound may be below the least that it can be."""
         return max(0.1 * self.gap, self.elimination.plan.rounding)
 
@@ -274,7 +273,7 @@ class LagrangianSearch:
             self._minimum_at(np.append(np.ones(self.count), np.zeros(len(MOMENTS))))
         upper, prices = self._master(aim_gib)
         for _ in range(MOST_ROUNDS):
-            if upper - self._bound_at(aim_gib) <= self._accuracy * abs(upper) or self.is_late():
+            if upper - self._bound_at(aim_gib) <= self.accuracy * abs(upper) or self.is_late():
                 break
             self._minimum_at(prices)
             upper, prices = self._master(aim_gib)
@@ -319,10 +318,11 @@ class LagrangianSearch:
             if self.is_closed or self.model_bound >= FORBIDDEN_SECONDS or time.monotonic() > self.deadline:
                 return
             upper, prices = self._master(np.inf)
-            if upper - self.model_bound <= self._accuracy * abs(upper):
+            if upper - self.model_bound <= self.accuracy * abs(upper):
                 return
 
-    def _is_close(self, bound: float) -> bool:
+    def is_close(self, bound: float) -> bool:
+        """Return whether a bound leaves a gap that elimination by classes is too slow for."""
         return self.best - bound <= (CLOSE_IF_LIMITED if self.is_limited else CLOSE) * self.best
 
     def refine(self) -> bool:
@@ -330,10 +330,10 @@ class LagrangianSearch:
 
         After `count_once`. Return whether plans were priced.
         """
-        if not self.elimination.is_rough or not self.answers or self._is_close(self.bound) or self.is_late():
+        if not self.elimination.is_rough or not self.answers or self.is_close(self.bound) or self.is_late():
             return False
         limit = self.least_limit_gib
-        known, prices, _, _ = self._best_answer(limit)
+        known, prices, _, _ = self.best_answer(limit)
         rough, planes = self.elimination, self.planes
         self.elimination = rough.by_classes()
         if self.elimination is rough:
@@ -348,53 +348,17 @@ class LagrangianSearch:
             weights, _ = self.hinges.weights(prices[: self.count])
             self.try_out(self.elimination.candidate(weights + prices[self.count :] @ MOMENTS, self.looked[-1].chosen))
             upper, prices = self._master(limit)
-            if upper - self.model_bound <= self._accuracy * abs(upper) or self.is_late():
+            enough = max(self.accuracy * abs(upper), LITTLE * (self.best - self.model_bound))
+            if upper - self.model_bound <= enough or self.is_late():
                 break
         return True
 
-    # -- shared reshards
-
-    def count_once(self, prices_plans: bool = True) -> None:
-        """Prove a bound in which a reshard that several ops share counts once, and price the better minima on the way.
-
-        One round ends even if the time is up: the bound of the model is none.
-        """
-        if not self.shares.groups or not self.answers:
-            return
-        limit = self.least_limit_gib
-        target, prices, weights, constant = self._best_answer(limit)
-        best = min(self.found.values(), key=by_seconds, default=None)
-        self.shares.begin(self.looked[-1].chosen if best is None else best.chosen)
-        is_small = len(self.model.variables) <= FEW
-        for _ in range(SHARING_ROUNDS if is_small else SHARING_ROUNDS_IF_LARGE):
-            value, chosen = self.elimination.least_once(weights, self.shares)
-            self.counted.append((value + constant, prices))
-            if prices_plans:
-                settled = self.elimination.settled(chosen, weights)
-                self._try_shared(settled)
-                # A state that all ops take may stand for one that is resharded to it once.
-                self._try_shared(self.elimination.best_kept(settled, weights, self.shares))
-            missing = min(target, self.best) - self.answer_at(self.counted[-1], limit)
-            if missing <= self._accuracy * abs(target) or time.monotonic() > self.deadline:
-                return
-            if self.elimination.is_rough and not self._is_close(self.model_bound):
-                return  # shares cannot raise it enough
-            if not self.shares.improve(chosen, weights, missing):
-                return
-
-    def _best_answer(self, limit_gib: float) -> tuple[float, Floats, Floats, float]:
+    def best_answer(self, limit_gib: float) -> tuple[float, Floats, Floats, float]:
         """Return the best bound of the model, its multipliers, and the weights and the constant at these."""
         answer = max(self.answers, key=lambda one: self.answer_at(one, limit_gib))
         prices = answer[1]
         weights, constant = self.hinges.weights(prices[: self.count])
         return self.answer_at(answer, limit_gib), prices, weights + prices[self.count :] @ MOMENTS, constant
-
-    def _try_shared(self, chosen: list[int]) -> None:
-        """Price an assignment that is better than the incumbent where its shared reshards count once."""
-        sums = self.model.sums(chosen) - self.shares.counted_again(chosen)
-        fits = not self.is_limited or peak_gib(sums) + self.least_error_gib <= self.limit_gib
-        if fits and self.hinges.seconds(sums) < self.best * (1 - self.gap):
-            self.try_out(chosen, hopeless=False)
 
     # -- one round
 

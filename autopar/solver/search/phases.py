@@ -34,6 +34,7 @@ from autopar.solver.model.guard_factors import forbid_broken
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import peak_gib
 from autopar.solver.model.recompute_variables import STATES
+from autopar.solver.search.count_once import count_once
 from autopar.solver.search.join_buckets import JoinedBuckets
 from autopar.solver.search.joined_axes import MOST_AXES, AxisRoles, JoinedAxes, joined_meshes, ways_of
 from autopar.solver.search.lagrangian import LagrangianSearch
@@ -273,7 +274,7 @@ class SearchPhases:
                 lower_memory(search, limit_gib, self.incumbent.least_bytes / 2**30)
             if self.incumbent.plan is None:
                 search.is_short = True
-                search.count_once()
+                count_once(search)
                 return search
             search.best = self.incumbent.seconds
         search.run()
@@ -283,10 +284,10 @@ class SearchPhases:
         if self.joined is None and search.is_wide:
             search.widen()
             splice_plans(search)
-        search.count_once()
+        count_once(search)
         if self.joined is None and search.refine():
             splice_plans(search)
-            search.count_once()
+            count_once(search)
         return search
 
     def search_model(self, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:

@@ -16,8 +16,9 @@ from autopar.solver import Floats
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, MOMENTS, Hinges, Sum, every_peak_gib
 from autopar.solver.model.shared_reshards import reshard_parts, shared_tensors
+from autopar.solver.search.count_once import ROUNDS
 from autopar.solver.search.elimination import Elimination
-from autopar.solver.search.lagrangian import SHARING_ROUNDS, LagrangianSearch, by_seconds
+from autopar.solver.search.lagrangian import LagrangianSearch, by_seconds
 from autopar.solver.search.reshard_shares import ReshardShares
 
 __all__ = ["EnumeratedModel", "close", "enumerated", "prove_small"]
@@ -236,7 +237,7 @@ def _shares_in_parts(search: LagrangianSearch, weights: Floats) -> ReshardShares
     if shares.groups and best is not None:
         shares.begin(best.chosen)
         target = search.elimination.least(weights).value
-        for _ in range(SHARING_ROUNDS):
+        for _ in range(ROUNDS):
             value, chosen = search.elimination.least_once(weights, shares)
             missing = target - value
             if missing <= search.gap * abs(target) or not shares.improve(chosen, weights, missing):
