@@ -161,7 +161,9 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, 0, "trace", GPT)["repeats"][0]["count"] == 2
+    data = printed(capsys, 0, "trace", GPT)
+    assert data["repeats"][0]["count"] == 2
+    assert list(data["layers"]) == data["repeats"][0]["modules"]
     assert printed(capsys, 0, "trace", f"{ROOT}/examples/custom_op.py:custom_op")["coverage"]["replicated"] == 0
 
 
