@@ -188,8 +188,7 @@ def rank_outcomes(
         try:
             layout = choose_layout(strategy_call(strategy, len(sizes)), axes)
             assignment = propagate(graph, layout, axes)
-            layers = list(graph.ops_of_layers)
-            assignment = replace(assignment, recompute=dict.fromkeys(layers, recompute))
+            assignment = replace(assignment, recompute=dict.fromkeys(graph.ops_of_layers, recompute))
             check_contracts(layout, graph, assignment, inserted_reshards(graph, assignment, "full"))
             parallel = ParallelModule.planned(graph, assignment, devices, outputs="full")
         except AutoparError as error:

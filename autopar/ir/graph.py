@@ -15,7 +15,7 @@ from torch.fx import Node
 from autopar.errors import AutoparError
 from autopar.ir.analysis.finite import passable_sums
 from autopar.ir.analysis.float8_products import weights_in_float8
-from autopar.ir.analysis.layer_stacks import LayerStack, layer_stacks
+from autopar.ir.analysis.layer_stacks import Layer, LayerStack, layer_stacks
 from autopar.ir.analysis.op_forms import op_forms
 from autopar.ir.analysis.op_memory import Footprint, InternalSave, SavedTensors, footprints, saved_values
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
@@ -154,13 +154,23 @@ class NamedGraph:
         """Return the layers of the model, which may be recomputed, by stack."""
         return layer_stacks(self.model, self.nodes, self.repeats)
 
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Return the layers of all stacks; calls of one module are layers of their own."""
+        return tuple(layer for stack in self.stacks for layer in stack.layers)
+
     @cached_property
     def ops_of_layers(self) -> Mapping[str, tuple[str, ...]]:
         """Return the ops of each layer in order, by the path of its module; of all calls of one module together."""
         found: dict[str, tuple[str, ...]] = {}
-        for layer in (layer for stack in self.stacks for layer in stack.layers):
+        for layer in self.layers:
             found[layer.path] = (*found.get(layer.path, ()), *layer.ops)
         return found
+
+    @cached_property
+    def layer_of(self) -> Mapping[str, str]:
+        """Return the path of the layer of each op that is in one."""
+        return {op: layer.path for layer in self.layers for op in layer.ops}
 
     @cached_property
     def forms(self) -> Mapping[str, int]:

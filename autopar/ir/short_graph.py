@@ -83,8 +83,7 @@ def shorten(graph: NamedGraph) -> ShortGraph | None:
     short = replace(graph, tensors=MappingProxyType(kept), nodes=nodes, outputs=outputs, repeats=_repeats(graph, cuts))
     # Found by running each op: those of the whole graph hold for its parts.
     short.__dict__["footprints"] = graph.footprints
-    layer_of = {op: path for path, own in graph.ops_of_layers.items() for op in own}
-    layers = {path: layer_of[ops[own[0]]] for path, own in graph.ops_of_layers.items()}
+    layers = {path: graph.layer_of[ops[own[0]]] for path, own in graph.ops_of_layers.items()}
     return ShortGraph(graph, short, ops, tensors, twins, layers)
 
 

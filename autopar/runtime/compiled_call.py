@@ -246,8 +246,7 @@ class CompiledCall:
 
     def compile_layers(self, compiled: Callable[[nn.Module], nn.Module]) -> int:
         """Compile each kind of layer; return the number of layers that run compiled."""
-        layers = (layer.ops for stack in self.graph.stacks for layer in stack.layers)
-        return compile_layers(self.graph_module, layers, compiled)
+        return compile_layers(self.graph_module, (layer.ops for layer in self.graph.layers), compiled)
 
     def values(self, given: CallSignature, compiled: bool = False) -> list[Tensor]:
         """Return the arguments of the graph: this rank's shards of all its placeholders."""

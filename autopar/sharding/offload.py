@@ -28,7 +28,7 @@ def moved_inputs(
     graph: NamedGraph, regions: Sequence[RecomputeRegion], saved: SavedValues | None = None
 ) -> Mapping[int, frozenset[str]]:
     """Return the values from outside that each region may move: by the value that owns their storage."""
-    layers = {op: path for path, ops in graph.ops_of_layers.items() for op in ops}
+    layers = graph.layer_of
     makers = {name: node.name for node in graph.nodes for name in node.outputs if name is not None}
     numbers = {number for number, region in enumerate(regions) if region.mode == "offload"}
     saved = saved or SavedValues.of(graph)

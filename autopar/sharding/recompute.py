@@ -41,8 +41,7 @@ def recompute_regions(graph: NamedGraph, recompute: Mapping[str, Recompute]) -> 
     """
     found = [
         RecomputeRegion(layer.path, recompute[layer.path], layer.ops)
-        for stack in graph.stacks
-        for layer in stack.layers
+        for layer in graph.layers
         if recompute.get(layer.path, "none") != "none"
     ]
     own: dict[int, list[str]] = {}

@@ -159,14 +159,9 @@ class PlanningProblem:
         sizes += [self.graph.footprints[node.node].internal_bytes for node in self.graph.nodes if node.name in own]
         return float(sum(size for size in sizes if size / self.ranks >= LEAST_BYTES))
 
-    @cached_property
-    def layer_of(self) -> Mapping[str, str]:
-        """Return the path of the layer of each op that is in one."""
-        return {op: path for path, ops in self.graph.ops_of_layers.items() for op in ops}
-
     def shares_layer(self, op: str, other: str) -> bool:
         """Return whether two ops are in one layer, or both in none: what recomputes one may recompute both."""
-        return self.layer_of.get(op) == self.layer_of.get(other)
+        return self.graph.layer_of.get(op) == self.graph.layer_of.get(other)
 
     @cached_property
     def kept(self) -> SavedValues:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from torch import nn
 
-from autopar.ir.analysis.repeated_layers import RepeatedLayers
+from autopar.ir.analysis.repeated_layers import RepeatedLayers, common_path
 from autopar.ir.values import NamedNode
 
 __all__ = ["Layer", "LayerStack", "layer_stacks"]
@@ -138,23 +137,22 @@ def _container(units: Sequence[Sequence[Path | None]]) -> Path | None:
     known = [path for unit in units for path in unit if path is not None]
     if not known:
         return None
-    first, last = min(known), max(known)
-    depth = next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    common = common_path(known)
+    depth = len(common)
     members = [{path[: depth + 1] for path in unit if path is not None} for unit in units]
     are_below = all(len(path) > depth for path in known)
     are_apart = sum(map(len, members)) == len(set().union(*members)) and all(members)
-    return first[:depth] if are_below and are_apart else None
+    return common if are_below and are_apart else None
 
 
 def _cuts(unit: Sequence[Path | None], depth: int) -> list[tuple[int, Path]]:
     """Return the steps at which ops of another module begin, each with the path of the module."""
-    known = [(place, path[:depth]) for place, path in enumerate(unit) if path is not None]
-    found = [next(group) for _, group in groupby(known, key=lambda one: one[1])]
-    # What returns to a module is of the layer before.
-    seen = dict[Path, int]()
-    for place, path in found:
-        seen.setdefault(path, place)
-    return [(place, path) for path, place in seen.items()]
+    begins = dict[Path, int]()
+    for place, path in enumerate(unit):
+        if path is not None:
+            # What returns to a module is of the layer before.
+            begins.setdefault(path[:depth], place)
+    return [(place, path) for path, place in begins.items()]
 
 
 def _kinds(module: nn.Module | None) -> frozenset[type]:

@@ -170,7 +170,7 @@ class _Calls:
             shifts = [d for d in range(slack + 1) if _valid_until(carried, start + d, period, stop) == stop]
             layers = [(d, self.paths[start + d : start + d + period]) for d in shifts]
             shift = -max(
-                (len(_common(paths)), -self._end_depth(start + d, period), len(paths[0]), -d) for d, paths in layers
+                (len(common_path(paths)), -self._end_depth(start + d, period), len(paths[0]), -d) for d, paths in layers
             )[3]
             run = _LayerRun(start + shift, period, count + 1)
             if self._is_layer(run):
@@ -178,7 +178,7 @@ class _Calls:
 
     def _end_depth(self, start: int, period: int) -> int:
         """Return the depth of the innermost module in which a layer ends and the next one begins."""
-        return len(_common(self.paths[start + period - 1 : start + period + 1]))
+        return len(common_path(self.paths[start + period - 1 : start + period + 1]))
 
     def _is_layer(self, run: _LayerRun) -> bool:
         """Return True if layers have parameters, and each computes on results of the one before."""
@@ -307,14 +307,15 @@ def _layer_paths(layers: Sequence[Sequence[tuple[str, ...]]]) -> tuple[str, ...]
     # A path in all layers, such as that of a sum in the forward of the whole model, names none of them.
     everywhere = set(layers[0]).intersection(*layers[1:])
     own = [[path for path in layer if path not in everywhere] or layer for layer in layers]
-    common = [_common(paths) for paths in own]
+    common = [common_path(paths) for paths in own]
     if len(set(common)) < len(layers):
         depth = next((k for k, pair in enumerate(zip(own[0][0], own[-1][0], strict=False), 1) if len(set(pair)) > 1), 0)
         common = [paths[0][:depth] for paths in own] if depth else common
     return tuple(map(".".join, common))
 
 
-def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+def common_path(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the path that all of these begin with."""
     first, last = min(paths), max(paths)
     length = next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return first[:length]

@@ -101,7 +101,7 @@ def _layer_mode(model: Model, node: int, makers: dict[str, str]) -> int | None:
     """Return the recompute mode of the layer that an op, or the maker of a value, is in."""
     variable = model.variables[node]
     op = {"op": variable.name, "value": makers.get(variable.name, "")}.get(variable.kind, "")
-    return model.place.get(("recompute", model.setting.layer_of.get(op, "")))
+    return model.place.get(("recompute", model.setting.graph.layer_of.get(op, "")))
 
 
 def _add_states(made: Formulation) -> None:
