@@ -13,6 +13,7 @@ from typing import Literal
 
 from autopar.cost.compute.fusion import fused
 from autopar.cost.compute.op_time import OpWork, op_work
+from autopar.cost.gradient_sums import gradient_sums
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.host_copies import LayerCopies, copies_by_op, exposed_state_seconds, layer_copies
 from autopar.cost.lowered_step import LoweredStep
@@ -78,11 +79,13 @@ class _Profiler:
         count = 1 if pipelining is None else pipelining.stages
         # Each stage of a pipeline adds up gradients of its own.
         self.stages = {op: frozenset(part % count for part in parts) for op, parts in self.step.parts_of.items()}
-        uses = [
-            (name, self.stages[node.name], node.name) for node in self.graph.nodes for name in node.operands if name
-        ]
-        self.first_use = {(name, stages): op for name, stages, op in reversed(uses)}
-        self.last_use = {(name, stages): op for name, stages, op in uses}
+        self.sums = gradient_sums(self.graph, plan.assignment, self.stages)
+        self.first_use = {
+            (name, self.stages[node.name]): node.name
+            for node in reversed(self.graph.nodes)
+            for name in node.operands
+            if name
+        }
 
     def run(self) -> Profile:
         inputs, outputs = self.reshard_plan.inputs.values(), self.reshard_plan.outputs
@@ -216,14 +219,14 @@ class _Profiler:
         return tuple(one for one in reshards.before if self.graph.tensors[one.tensor].kind != "param")
 
     def _gradient_sums(self, name: str, node: NamedNode) -> Iterator[Task]:
-        plan, use = self.plan, (name, self.stages[node.name])
-        # The backward runs in reverse: the last use has the first gradient, all others add to it.
-        sums = int(self.last_use[use] != node.name)
-        if self.step.half is not None and self.graph.tensors[name].kind == "param":
-            sums += 1  # both halves have a gradient
-        for _ in range(sums):
+        plan = self.plan
+        for _, sharding in (one for one in self.sums[node.name] if one[0] == name):
+            yield self.tasks.gradient_sum(name, sharding)
+        if self.graph.tensors[name].kind != "param":
+            return
+        if self.step.half is not None:  # both halves have a gradient
             yield self.tasks.gradient_sum(name, plan.assignment.values[name])
-        if self.graph.tensors[name].kind != "param" or self.first_use[use] != node.name:
+        if self.first_use[name, self.stages[node.name]] != node.name:
             return
         yield from self._weight_cast(name, "backward")
         # At the first use the gradient is complete, and is added to that of earlier micro-batches.

@@ -146,9 +146,13 @@ class TaskBuilder(ParameterPasses):
 
     def gradient_sum(self, name: str, sharding: Sharding) -> Task:
         """Return the addition of a value's gradient to that of another use."""
-        size = 3.0 * local_bytes(self.graph, name, sharding, self.axes)
-        task = self.memory_op(f"{name} +=", "backward", size)
-        return task._replace(host_seconds=2 * task.host_seconds) if self.is_halved(name) else task
+        size = local_bytes(self.graph, name, sharding, self.axes)
+        return self.sum_of_gradients(size, self.is_halved(name))._replace(name=f"{name} +=")
+
+    def sum_of_gradients(self, size: float, halved: bool) -> Task:
+        """Return the addition of two gradients of a value with these bytes."""
+        task = self.memory_op("+=", "backward", 3.0 * size)
+        return task._replace(host_seconds=2 * task.host_seconds) if halved else task
 
     def gradient_accumulation(self, name: str, sharding: Sharding) -> Task:
         """Return the addition of a parameter's gradient to that of earlier micro-batches."""

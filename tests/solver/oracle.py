@@ -8,6 +8,7 @@ plans by `evaluate` is found by pricing assignments in the order of their bounds
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -145,7 +146,27 @@ def _counted_twice(models: Sequence[Model], tables: CostTables) -> Iterator[Term
                 every = [want for each, i in zip(wants, picked, strict=True) for want in each[i]]
                 for want in set(every):
                     sums[(state, *picked)] -= (every.count(want) - 1 + (want in given)) * price(want)
+                if tensor.kind == "activation" and tensor.requires_grad and setting.trains:
+                    taken = [each[i] or {held} for each, i in zip(wants, picked, strict=True)]
+                    sums[(state, *picked)] += _added(setting, tensor.name, held, taken)
         yield Term(scope, sums)
+
+
+def _added(setting: PlanningProblem, name: str, kept: Sharding, taken: Sequence[set[Sharding]]) -> Floats:
+    """What the sums of gradients take more than in the model, in which an op adds in the kept layout only.
+
+    `taken`: for each op the layouts in which it takes the value. The first gradient in a layout is added to nothing.
+    """
+    gradients = Counter(want for each in taken for want in each)
+    gradients[kept] += len(gradients.keys() - {kept})  # those that are converted back
+    gradients[kept] -= sum(map(len, taken))
+    found = np.zeros(len(Sum))
+    for layout, count in gradients.items():
+        task = setting.prices.gradient_sum(name, layout)
+        times = count if layout == kept else count - 1
+        found[[Sum.DEVICE, Sum.BACKWARD_ROOM]] += times * task.seconds
+        found[Sum.HOST] += times * task.host_seconds
+    return found
 
 
 def _given_to_the_caller(setting: PlanningProblem, name: str, held: Any) -> set[Sharding]:

@@ -152,6 +152,54 @@ def test_the_best_is_found(seed: int) -> None:
             assert solved.bound_seconds <= best * (1 + 1e-9)
 
 
+# -- sums of gradients -------------------------------------------------------------------------------------------------
+
+
+def with_memory(problem: Drawn, slower: float) -> Drawn:
+    """The problem on devices whose memory is slower than that of an H100."""
+    device = replace(H100.device, stream_bytes_per_second=H100.device.stream / slower)
+    return replace(problem, cluster=replace(H100, device=device))
+
+
+def seconds_and_model(problem: Drawn, chosen: Sequence[int]) -> tuple[float, float]:
+    """The seconds of an assignment by `evaluate` and by the model, in which shared reshards count once."""
+    model = build(problem.setting, problem.bound_layout)
+    sums = model.sums(chosen) - ReshardShares(model).counted_again(chosen)
+    costs = evaluate(problem.graph, plan_of(model, chosen), problem.cluster)
+    return costs.step_seconds, Hinges.of(problem.setting).seconds(sums)
+
+
+def test_gradients_are_added_as_ops_take_a_value() -> None:
+    """Where sums of gradients take nearly all of the time, an assignment takes as long in the model as without them."""
+    equal = shared = 0
+    for seed in (1, 21, 31, 36):
+        draw = random.Random(seed)
+        for problem in problems(seed, {"a": 2 if seed % 2 else 8}, 2):
+            fast, slow = (with_memory(problem, slower) for slower in (1e-3, 1e5))
+            model = build(problem.setting, problem.bound_layout)
+            for _ in range(12):
+                chosen = [draw.randrange(len(variable.states)) for variable in model.variables]
+                (real, found), (slow_real, slow_found) = (seconds_and_model(one, chosen) for one in (fast, slow))
+                if found == pytest.approx(real, rel=1e-9):
+                    assert slow_found == pytest.approx(slow_real, rel=1e-9)
+                    equal += 1
+                    shared += ReshardShares(model).counted_again(chosen)[Sum.DEVICE] != 0
+    assert equal > 20
+    assert shared > 10
+
+
+@pytest.mark.parametrize("seed", [1, 36])
+def test_the_bound_holds_where_memory_is_slower_than_links(seed: int) -> None:
+    """Two gradients are then added as the value is kept, if that is smaller: several ops reshard it each."""
+    problem = with_memory(problems(seed, {"a": 2 if seed % 2 else 8}, 1)[0], 1e5)
+    best, search = best_and_search(problem)
+    solved = solve_formulated(formulate(search.model), "highs", "highs", gap=1e-9)
+    optimum = solved.objective * formulate(search.model).unit_seconds
+    assert best is not None
+    assert search.bound <= optimum * (1 + 1e-9)
+    assert optimum == pytest.approx(best, rel=1e-4)
+
+
 # -- larger problems ---------------------------------------------------------------------------------------------------
 
 

@@ -16,10 +16,11 @@ from autopar.solver import Floats
 from autopar.solver.integer.formulation import Entries, Formulation
 from autopar.solver.integer.program import IndexBlock
 from autopar.solver.model.builder import returned_tensors
+from autopar.solver.model.cost_tables import Parts
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import Sum
 from autopar.solver.model.recompute_variables import RecomputeModes
-from autopar.solver.model.shared_reshards import modes_of, reshard_parts, returned_from
+from autopar.solver.model.shared_reshards import modes_of, reshard_parts, returned_from, sum_parts
 
 __all__ = ["add_shared_reshards"]
 
@@ -28,7 +29,8 @@ def add_shared_reshards(made: Formulation) -> None:
     """Add z for each tensor of several ops, and move the costs of its reshards from y to z.
 
     The costs of z are those of a reshard that is not recomputed, if one of its ops may be so. Memory is not moved:
-    it counts for each op, as in the model.
+    it counts for each op, as in the model. Ops that take a value in one sharding add their gradients in it: the
+    difference to a sum in the kept sharding stays with y, and z takes off that of one op.
     """
     model = made.model
     by_scope: dict[tuple[int, ...], list[Entries]] = defaultdict(list)
@@ -102,31 +104,44 @@ def _add_for_tensor(
 
         @cache
         def price(again: bool, later: bool, want: Sharding = want) -> Floats:
-            parts = reshard_parts(made.model.cost_tables, tensor, held, (want,), again, later)
-            sums = np.zeros((len(Sum), len(held)))
-            for key in parts.keys() - {Sum.FORBIDDEN}:
-                sums[key] = parts[key][:, 0]
-            return sums
+            return _columns(reshard_parts(made.model.cost_tables, tensor, held, (want,), again, later), len(held))
 
-        least = price(all(use.again for use in own), True)
-        costly = np.flatnonzero(least.any(axis=0) & ~paid & several)
+        summed = _columns(sum_parts(made.model.cost_tables, tensor, held, (want,)), len(held)) * several
+        least = np.where(paid, 0.0, price(all(use.again for use in own), True)) - summed
+        costly = np.flatnonzero(least.any(axis=0) & several)
         name = f"shared.{tensor.name}&{number}"
         z = made.add_priced(name, least[:, costly], allowed=True) if len(costly) else None
         place_of = np.full(len(held), -1)
         if z is not None:
             place_of[costly] = z.ids
+        # z is 1 if an op takes the sharding, and where that costs less than nothing only then.
+        upper: IndexBlock | None = None
+        if z is not None and (least[[Sum.DEVICE, Sum.HOST]][:, costly] < 0.0).any():
+            upper = made.builder.add_rows(f"{name}.taken", z.count, -np.inf, 0.0)
+            made.builder.add(upper.ids, z.ids, 1.0)
         rows: dict[int, IndexBlock] = {}
         for use in own:
             kept_in = np.array([number_of[states[row]] for row in use.entries.rows.tolist()])
             at = np.flatnonzero((place_of[kept_in] >= 0) | paid[kept_in])
             columns = np.flatnonzero([want in each for each in use.wants])
             sums = made.sums[use.entries.block.start].reshape(len(Sum), *use.entries.ids.shape)
-            sums[:, at[:, None], columns] -= price(use.again, use.number > 0)[:, kept_in[at], None]
+            sums[:, at[:, None], columns] -= (price(use.again, use.number > 0) - summed)[:, kept_in[at], None]
             if z is None:
                 continue
             at = at[place_of[kept_in[at]] >= 0]
             if use.number not in rows:
                 rows[use.number] = made.builder.add_rows(f"{name}.{use.number}", z.count, 0.0, np.inf)
                 made.builder.add(rows[use.number].ids, z.ids, 1.0)
-            own_rows = rows[use.number].start + place_of[kept_in[at]] - z.start
-            made.builder.add(own_rows[:, None], use.entries.ids[np.ix_(at, columns)], -1.0)
+            numbers = place_of[kept_in[at]] - z.start
+            taken = use.entries.ids[np.ix_(at, columns)]
+            made.builder.add((rows[use.number].start + numbers)[:, None], taken, -1.0)
+            if upper is not None:
+                made.builder.add((upper.start + numbers)[:, None], taken, -1.0)
+
+
+def _columns(parts: Parts, count: int) -> Floats:
+    """Return parts of one column as sums: a column for each of `count` states."""
+    sums = np.zeros((len(Sum), count))
+    for key in parts.keys() - {Sum.FORBIDDEN}:
+        sums[key] = parts[key][:, 0]
+    return sums

@@ -141,6 +141,11 @@ class CostTables:
             again = use.again if use.sums is None else np.where(summed, use.sums.again, use.again)
             sent = [[summed_over_wants(one, columns, place, len(rows)) for one in way] for way in (there, back)]
             parts = {key: (1.0 + again) * sent[0][i] + sent[1][i] for i, key in ((0, Sum.DEVICE), (2, Sum.HOST))}
+            added = self._added(cut, rows, columns)
+            if added is not None:
+                seconds, launches = added
+                parts[Sum.DEVICE] = parts[Sum.DEVICE] + seconds
+                parts[Sum.BACKWARD_ROOM], parts[Sum.HOST] = seconds, parts[Sum.HOST] + launches
             if cut.halved:
                 parts[Sum.FORWARD_EACH], parts[Sum.BACKWARD_EACH] = sent[0][1], again * sent[0][1] + sent[1][1]
             if unreached.any():
@@ -223,6 +228,19 @@ class CostTables:
             return there, np.zeros_like(there)
         back = self._each(cut, [t.gradient.value for t in targets], [s.gradient.value for s in sources], 1.0)
         return there, back.transpose(0, 2, 1)
+
+    def _added(
+        self, cut: TensorCut, rows: Sequence[Sharding], columns: Sequence[Wants]
+    ) -> tuple[Floats, Floats] | None:
+        """Return the seconds that an op needs to add the gradients of a value that it takes in several shardings."""
+        times = np.array(
+            [[len({row if want is None else want for want in each}) - 1 for each in columns] for row in rows]
+        )
+        if not cut.trained or not times.any():
+            return None
+        tasks = [self.setting.prices.sum_of_gradients(2**30 * self.ways.gib(cut, row), cut.halved) for row in rows]
+        seconds, launches = np.array([(task.seconds, task.host_seconds) for task in tasks]).T[:, :, None]
+        return seconds * times, launches * times
 
     def _summed_early(
         self, cut: TensorCut, rows: Sequence[Sharding], columns: Sequence[Wants], use: ValueUse

@@ -17,7 +17,7 @@ from autopar.solver.model.model import Factor, FactorByMode, Model
 from autopar.solver.model.objective import MEMORY, Sum
 from autopar.solver.model.recompute_variables import RecomputeModes, last_of
 
-__all__ = ["SharedTensor", "TensorUse", "modes_of", "reshard_parts", "returned_from", "shared_tensors"]
+__all__ = ["SharedTensor", "TensorUse", "modes_of", "reshard_parts", "returned_from", "shared_tensors", "sum_parts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +144,22 @@ def reshard_parts(
             if want != one.shared:
                 tables.ways.add_moved(sums[:, i, j], cut, replace(one, shared=None), want, gathered, later)
     return {key: sums[key] for key in Sum if sums[key].any() and key not in MEMORY}
+
+
+def sum_parts(tables: CostTables, tensor: NamedTensor, held: Sequence[Any], wants: Sequence[Sharding]) -> Parts:
+    """Return by how much more it costs to add two gradients of a value in each sharding than in each of its states.
+
+    The gradients of ops that share a reshard are added before the reshard back, the others as the value is kept. All
+    ops but one count as if they added theirs as it is kept.
+    """
+    setting = tables.setting
+    sums = np.zeros((len(Sum), len(held), len(wants)))
+    if tensor.kind == "activation" and tensor.requires_grad and setting.trains:
+        kept, taken = ([setting.prices.gradient_sum(tensor.name, one) for one in each] for each in (held, wants))
+        seconds = np.subtract.outer([-task.seconds for task in kept], [-task.seconds for task in taken])
+        sums[[Sum.DEVICE, Sum.BACKWARD_ROOM]] = seconds
+        sums[Sum.HOST] = np.subtract.outer([-t.host_seconds for t in kept], [-t.host_seconds for t in taken])
+    return {key: sums[key] for key in Sum if sums[key].any()}
 
 
 def _is_costly(factor: Factor) -> bool:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.solver import Floats
+from autopar.solver.model.cost_tables import Parts
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, MOMENTS, Hinges, Sum, every_peak_gib
-from autopar.solver.model.shared_reshards import reshard_parts, shared_tensors
+from autopar.solver.model.shared_reshards import reshard_parts, shared_tensors, sum_parts
 from autopar.solver.search.count_once import ROUNDS
 from autopar.solver.search.elimination import Elimination
 from autopar.solver.search.lagrangian import LagrangianSearch, by_seconds
@@ -71,18 +72,30 @@ def _sums(model: Model, counts: tuple[int, ...]) -> Floats:
 
 
 def _subtract_shared_reshards(model: Model, counts: tuple[int, ...], total: Floats) -> None:
-    """Subtract shared reshards: for every op but one that takes a tensor in one sharding, at most its reshard."""
+    """Subtract shared reshards: for every op but one that takes a tensor in one sharding, at most its reshard.
+
+    The gradients of these ops are added in that sharding.
+    """
     for one in shared_tensors(model):
         states = model.variables[one.place].states
         for want in one.wants:
             ops = [(use.place, np.array([want in each for each in use.wants], dtype=float)) for use in one.uses]
             times = sum(_spread(takes[:, None], (node,), len(counts)) for node, takes in ops)
             paid = np.array([[want in each] for each in one.returned], dtype=float)
-            price = np.zeros((len(states), len(Sum)))
-            for key, values in reshard_parts(model.cost_tables, one.tensor, states, (want,), True, True).items():
-                price[:, key] = values[:, 0]
-            again = np.maximum(0.0, times - 1 + _spread(paid, (one.place,), len(counts)))
-            total -= again * _spread(price, (one.place,), len(counts))
+            made, tensor = model.cost_tables, one.tensor
+            price = _columns(reshard_parts(made, tensor, states, (want,), True, True), len(states))
+            sums = _columns(sum_parts(made, tensor, states, (want,)), len(states))
+            again = np.maximum(0.0, times - 1)
+            total -= again * _spread(price - sums, (one.place,), len(counts))
+            total -= np.minimum(times, 1) * _spread(paid * price, (one.place,), len(counts))
+
+
+def _columns(parts: Parts, count: int) -> Floats:
+    """Return parts of one column as an array with a row for each of `count` states."""
+    found = np.zeros((count, len(Sum)))
+    for key, values in parts.items():
+        found[:, key] = values[:, 0]
+    return found
 
 
 def _spread(sums: Floats, scope: tuple[int, ...], count: int) -> Floats:

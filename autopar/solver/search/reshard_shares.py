@@ -20,10 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.solver import Floats
-from autopar.solver.model.cost_tables import Parts, weigh
+from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import FactorByMode, Model
 from autopar.solver.model.objective import MEMORY, Sum
-from autopar.solver.model.shared_reshards import SharedTensor, reshard_parts, shared_tensors
+from autopar.solver.model.shared_reshards import SharedTensor, shared_tensors
+from autopar.solver.search.shared_prices import SharedPrices, at_mode
+from autopar.solver.search.simplex import lifted, on_simplex
 from autopar.solver.search.ways_to_keep import WaysToKeep
 
 __all__ = ["ReshardShares"]
@@ -119,7 +121,7 @@ class ReshardShares:
         for group, want, _, direction in moves:
             move = missing / norm * direction
             for row in range(len(group.states)):
-                group.set_shares(want, row, _on_simplex(group.shares[want][:, row] + move))
+                group.set_shares(want, row, on_simplex(group.shares[want][:, row] + move))
         return norm > 0.0
 
 
@@ -141,10 +143,10 @@ class _SharingGroup:
         self.takers: Flags = np.stack([takes.any(axis=1) for takes in self.takes])
         self.homes = {} if ways is None or one.tensor.kind == "param" else self._homes()
         self.largest = [self._largest_set(number) for number in range(len(self.wants))]
-        # For each state: the shardings that are paid for anyway, as the step returns the tensor so.
         self.returned: Flags = np.array(
             [[want in each for want in self.wants] for each in one.returned], dtype=np.bool_
         )
+        self.prices = SharedPrices(model, one, self.wants, self.returned)
         self.active = [want for want, most in enumerate(self.largest) if most > 1 or self.returned[:, want].any()]
         counts = self.takers.sum(axis=0)
         self.shares = [
@@ -153,7 +155,7 @@ class _SharingGroup:
         ]
         self.paid = [
             np.repeat(
-                _lifted(shares[:, 0], self.takers[:, number], self.largest[number])[:, None], shares.shape[1], axis=1
+                lifted(shares[:, 0], self.takers[:, number], self.largest[number])[:, None], shares.shape[1], axis=1
             )
             for number, shares in enumerate(self.shares)
         ]
@@ -183,52 +185,32 @@ class _SharingGroup:
 
     # -- weighted costs
 
-    @cached_property
-    def _parts(self) -> Mapping[bool, Parts]:
-        """Return the sums of each reshard: recomputed or not; of a parameter, for a later op or the first."""
-        made = self.model.cost_tables
-        is_param = self.one.tensor.kind == "param"
-        needed = {True, False} if is_param else {flag for use in self.one.uses for flag in use.again}
-        return {
-            flag: reshard_parts(made, self.one.tensor, self.states, self.wants, flag and not is_param, flag)
-            for flag in needed.union(self._least, [all(self._least)])
-        }
-
-    @cached_property
-    def _least(self) -> tuple[bool, ...]:
-        """Return for each mode which reshard is the cheapest of those that an op may pay."""
-        if self.one.tensor.kind == "param":
-            return (True,)
-        flags = [use.again for use in self.one.uses]
-        if self.one.is_in_layer:
-            return tuple(all(self._at(own, mode) for own in flags) for mode in range(max(map(len, flags))))
-        return (all(map(all, flags)),)
-
-    def _weighted(self, weights: Floats, flag: bool) -> Floats:
-        parts: Parts = {key: values for key, values in self._parts[flag].items() if key != Sum.FORBIDDEN}
-        return weigh(parts, weights) if parts else np.zeros((len(self.states), len(self.wants)))
-
     def discount(self, costs: list[Floats], tables: list[Floats], weights: Floats) -> None:
         if self.homes:
             self._discount_homes(costs, tables, weights)
-        prices = {flag: self._weighted(weights, flag) for flag in self._parts} if self.active else {}
+        flags = self.prices.reshards if self.active else ()
+        alone = {flag: self.prices.alone(weights, flag) for flag in flags}
+        together = {flag: self.prices.together(weights, flag) for flag in flags}
         for i, use in enumerate(self.one.uses):
             own = [want for want in self.active if self.takers[i, want]]
             if use.factor is None or not own:
                 continue
             old = tables[use.factor]
             count = len(old) if old.ndim == 3 else 1
-            less = [self._discounted(i, own, prices, mode) for mode in range(count)]
+            less = [self._discounted(i, own, alone, together, mode) for mode in range(count)]
             new = old - (np.stack(less) if old.ndim == 3 else less[0])
             self._set_table(i, tables, new)
 
-    def _discounted(self, i: int, wants: list[int], prices: Mapping[bool, Floats], mode: int) -> Floats:
+    def _discounted(
+        self, i: int, wants: list[int], alone: Mapping[bool, Floats], together: Mapping[bool, Floats], mode: int
+    ) -> Floats:
         """Return by how much less an op pays in a mode, for each state of the tensor and each of its options."""
-        again = self.one.uses[i].again
-        flag = i > 0 if self.one.tensor.kind == "param" else self._at(again, mode)
-        least = prices[self._at(self._least, mode)][:, wants]
+        flag = i > 0 if self.one.tensor.kind == "param" else at_mode(self.one.uses[i].again, mode)
+        once = together[at_mode(self.prices.least, mode)][:, wants]
         paid = np.array([self.paid[want][i] for want in wants]).T
-        return np.asarray((prices[flag][:, wants] - paid * least) @ self.takes[i][wants])
+        # What the ops gain together, each may gain alone.
+        less = alone[flag][:, wants] - np.where(once < 0.0, once, paid * once)
+        return np.asarray(less @ self.takes[i][wants])
 
     def _discount_homes(self, costs: list[Floats], tables: list[Floats], weights: Floats) -> None:
         """Let each state cost what it costs to keep the tensor otherwise, and to reshard it once for all ops."""
@@ -279,6 +261,8 @@ class _SharingGroup:
         kept = self._kept(weights)
         rerun = np.maximum(self._kept(np.where(np.arange(len(Sum)) == Sum.RERUN_GIB, weights, 0.0)), 0.0)
         kept_by_mode = [self.model.factors[number].table.weighted(saving) for number in ways.modes]
+        # All ops but one add their gradients as they take the value.
+        added = (len(self.one.uses) - 1) * self.prices.added(weights)[:, numbers]
         found = []
         for mode in range(max([modes, *map(len, by_mode)])):
             direct = total = own + sum(table[mode] for table in by_mode)
@@ -290,9 +274,10 @@ class _SharingGroup:
                     copies = self._saved_copies(homes, weights)
             else:  # of a recomputed layer the copy may be smaller than what is kept
                 total = total - rerun
-            flag = self._at(self._least, mode) if self.one.is_made_in_layer else all(self._least)
-            once = np.where(self.returned, 0.0, weigh(self._parts[flag], weights))[:, numbers]
-            found.append(once + total[:, None] + copies - direct[None, homes])
+            prices, is_inside = self.prices, self.one.is_made_in_layer
+            flag = at_mode(prices.least, mode) if is_inside else prices.least_of_all
+            once = prices.unpaid(weights, flag)[:, numbers]
+            found.append(once + added + total[:, None] + copies - direct[None, homes])
         return np.stack(found)
 
     @cached_property
@@ -331,9 +316,9 @@ class _SharingGroup:
         It has the reshard if it brings it to the first op that takes the value, as `evaluate` counts it.
         """
         numbers = list(self.homes)
-        if not self._at(self.one.uses[0].again, mode) or all(self._least):
+        if not at_mode(self.one.uses[0].again, mode) or self.prices.least_of_all:
             return np.zeros((len(self.states), len(numbers)))
-        return (self._weighted(weights, True) - self._weighted(weights, False))[:, numbers]
+        return (self.prices.reshard(weights, True) - self.prices.reshard(weights, False))[:, numbers]
 
     def _kept(self, weights: Floats) -> Floats:
         """Return the weighted memory of each state alone."""
@@ -349,7 +334,7 @@ class _SharingGroup:
             tables[number] = table
 
     def _is_saved_in(self, mode: int) -> bool:
-        return any(self._at(use.saves, mode) for use in self.one.uses)
+        return any(at_mode(use.saves, mode) for use in self.one.uses)
 
     def _is_saved(self, mode: int) -> bool:
         """Return whether an op saves what it takes, in a mode of the layer or in all modes where layers differ."""
@@ -358,7 +343,7 @@ class _SharingGroup:
         return any(all(use.saves) for use in self.one.uses)
 
     def _is_moved(self, mode: int) -> bool:
-        return any(self._at(use.moves, mode) if self.one.is_made_in_layer else any(use.moves) for use in self.one.uses)
+        return any(at_mode(use.moves, mode) if self.one.is_made_in_layer else any(use.moves) for use in self.one.uses)
 
     def _saved_copies(self, homes: list[int], weights: Floats) -> Floats:
         """Return the weighted memory of a saved copy in the sharding of each home."""
@@ -372,22 +357,23 @@ class _SharingGroup:
             price -= weights[Sum.RERUN_GIB]  # the copy is gone when the last layer is recomputed
         return np.asarray(price * setting.saved_share * np.array(sizes))
 
-    @staticmethod
-    def _at(flags: tuple[bool, ...], mode: int) -> bool:
-        return flags[min(mode, len(flags) - 1)]
-
     def add_counted_again(self, total: Floats, chosen: Sequence[int]) -> None:
-        parts = self._parts[all(self._least)]
+        parts = self.prices.reshards[self.prices.least_of_all]
         for one, _ in self.members:
-            times = self._taken_by(one, chosen).sum(axis=0) - 1 + self.returned[chosen[one.place]]
-            for want in np.flatnonzero(times > 0).tolist():
+            row, takers = chosen[one.place], self._taken_by(one, chosen).sum(axis=0)
+            for want in np.flatnonzero(takers).tolist():
+                again = takers[want] - 1
                 for key, values in parts.items():
-                    total[key] += times[want] * values[chosen[one.place], want]
+                    total[key] += (again + self.returned[row, want]) * values[row, want]
+                for key, values in self.prices.additions.items():
+                    total[key] -= again * values[row, want]
 
     def counted_again(self, one: SharedTensor, chosen: Sequence[int], weights: Floats) -> Floats:
         """Return what `add_counted_again` adds for each state of a tensor, weighted."""
-        times = self._taken_by(one, chosen).sum(axis=0) - 1 + self.returned
-        return np.asarray((np.maximum(times, 0) * self._weighted(weights, all(self._least))).sum(axis=1))
+        takers = self._taken_by(one, chosen).sum(axis=0)
+        again = np.maximum(takers - 1, 0)
+        reshards = (again + self.returned * (takers > 0)) * self.prices.reshard(weights, self.prices.least_of_all)
+        return np.asarray((reshards - again * self.prices.added(weights)).sum(axis=1))
 
     # -- shares
 
@@ -409,7 +395,8 @@ class _SharingGroup:
     def directions(self, chosen: Sequence[int], weights: Floats) -> dict[tuple[int, int], Floats]:
         """Return the subgradients of the minimum, without what would leave the simplex."""
         taken = self.taken(chosen)
-        prices = self._weighted(weights, all(self._least)) if taken else np.zeros((0, 0))
+        flag = self.prices.least_of_all
+        prices = np.maximum(self.prices.together(weights, flag), 0.0) if taken else np.zeros((0, 0))
         found = {}
         for (want, row), takes in taken.items():
             gains = prices[row, want] * takes
@@ -426,21 +413,4 @@ class _SharingGroup:
 
     def set_shares(self, want: int, row: int, shares: Floats) -> None:
         self.shares[want][:, row] = shares
-        self.paid[want][:, row] = _lifted(shares, self.takers[:, want], self.largest[want])
-
-
-def _lifted(shares: Floats, takers: Flags, most: int) -> Floats:
-    """Raise shares that sum to one until the largest `most` of them do; only the ops that take a sharding have one."""
-    if most <= 1:
-        return takers.astype(np.float64)
-    descending = np.sort(shares)[::-1]
-    total = descending[:most].sum()
-    return np.where(takers, np.maximum(shares, descending[most - 1]) / total, 0.0)
-
-
-def _on_simplex(values: Floats) -> Floats:
-    """Return the nearest point whose entries sum to one and are not negative."""
-    descending = np.sort(values)[::-1]
-    above = np.cumsum(descending) - 1.0
-    last = np.flatnonzero(descending * np.arange(1, len(values) + 1) > above)[-1]
-    return np.asarray(np.maximum(values - above[last] / (last + 1), 0.0))
+        self.paid[want][:, row] = lifted(shares, self.takers[:, want], self.largest[want])
