@@ -18,13 +18,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PROVED", "Floats", "Ints", "Progress", "relative_gap"]
+__all__ = ["PROVED", "Flags", "Floats", "Ints", "Progress", "relative_gap"]
 
 
 Floats = NDArray[np.float64]
 
 
 Ints = NDArray[np.int64]
+
+
+Flags = NDArray[np.bool_]
 
 
 # A relative gap below this is a proof: the rest is rounding of sums.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,19 @@ from autopar.mesh import Mesh
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import TrainingOptions
-from autopar.solver.model.build import build
+from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.objective import Hinges, Sum
 from autopar.solver.model.relaxed_tables import RelaxedTables
 from autopar.solver.search import elimination, lagrangian, phases, whole_mesh
 from autopar.solver.search.elimination import Elimination
 from autopar.solver.search.relaxed_model import RelaxedModel
+from autopar.solver.search.reshard_shares import ReshardShares
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import SolvedPlan, solve_plan
 from examples.gpt import gpt
 from examples.mlp import mlp
+from tests.solver.random_problems import drawn
+from tests.solver.test_shared_reshards import fan_out, with_memory
 
 
 def mixtral() -> tuple[nn.Module, dict[str, Any]]:
@@ -120,6 +124,38 @@ def test_the_last_round_has_the_bound_of_the_exact_model(mesh: str) -> None:
     least = Elimination.of(exact).least(weights).value + constant
     assert bounds[-1] <= least
     assert bounds[-1] == pytest.approx(least, rel=0.03)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1e5])
+def test_no_share_exceeds_what_ops_pay_together(slower: float) -> None:
+    """All reshards are priced; random assignments cost no more than where shared reshards count once."""
+    checked = tight = 0
+    for seed in (1, 8, 21, 36):
+        draw = random.Random(seed)
+        for axes in ({"a": 2}, {"a": 2, "b": 4}):
+            given = with_memory(replace(drawn(fan_out(seed), axes, draw), layout=Layout(())), slower)
+            setting, layout = given.setting, given.bound_layout
+            tables, exact = RelaxedTables(setting), build(setting, layout, has_shared_states=False)
+            model, shares = build(setting, layout, tables, has_shared_states=False), ReshardShares(exact)
+            weights = Hinges.of(setting).weights(np.full(len(Hinges.of(setting).offsets), 0.5))[0]
+            for number in range(16):
+                plan, chosen = ([draw.randrange(len(one.states)) for one in model.variables] for _ in range(2))
+                plan = chosen if number % 2 else plan
+                relaxed = RelaxedModel(model, tables, plan_of(exact, plan))
+                found = sum(float(weights @ one.at(state)) for one, state in zip(model.variables, chosen, strict=True))
+                for factor, share in zip(relaxed.factors, relaxed.shares, strict=True):
+                    costs = tables.relaxed[id(factor.table.parts)]
+                    costs.price(np.arange(len(costs.rows)), np.arange(len(costs.columns)))
+                    row, column = (chosen[node] for node in factor.scope)
+                    paid = share.paid(factor.table.parts, weights)
+                    found += float(paid[factor.table.rows[row], factor.table.columns[column]])
+                sums = exact.sums(chosen) - shares.counted_again(chosen)
+                if sums[Sum.FORBIDDEN] < 0.5:
+                    assert found <= weights @ sums * (1 + 1e-6)
+                    checked += 1
+                    tight += bool(shares.counted_again(chosen).any()) and found > (1 - 1e-6) * weights @ sums
+    assert checked > 20
+    assert tight > 5
 
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])

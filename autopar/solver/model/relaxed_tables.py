@@ -35,6 +35,7 @@ from autopar.solver.model.cost_tables import (
 from autopar.solver.model.objective import MEMORY, Sum
 from autopar.solver.model.reshard_bounds import LeastCosts, ReshardBounds
 from autopar.solver.model.reshard_sums import TensorCut
+from autopar.solver.model.shared_reshards import sum_parts
 from autopar.solver.setting import PlanningProblem
 
 __all__ = ["RelaxedCosts", "RelaxedTables"]
@@ -72,12 +73,24 @@ class RelaxedTables(CostTables):
         self.bounds = ReshardBounds(setting.prices.reshard_costs, tuple(setting.used))
         # By the identity of their parts.
         self.relaxed: dict[int, RelaxedCosts] = {}
+        # By the identity of the relaxed costs.
+        self.additions: dict[int, Parts | None] = {}
 
     def values(self, cut: TensorCut, sources: Sequence[Sharding], wants: Sequence[Wants], use: ValueUse) -> CostTable:
         sums = None if use.sums is None else PartialSums(use.sums.again, lives=False)
         return super().values(
             cut, sources, wants, use._replace(kept=False, instead=False, here=False, sums=sums, moved=False)
         )
+
+    def added(self, tensor: NamedTensor, costs: RelaxedCosts) -> Parts | None:
+        """Return `sum_parts` of a value for all rows and columns; None if they are all zero."""
+        if id(costs) not in self.additions:
+            wants = distinct_wants(costs.columns)
+            place = {want: i for i, want in enumerate(wants)}
+            parts = sum_parts(self, tensor, costs.rows, wants)
+            over = {key: summed_over_wants(each, costs.columns, place, len(costs.rows)) for key, each in parts.items()}
+            self.additions[id(costs)] = over or None
+        return self.additions[id(costs)]
 
     def _made(
         self,

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.sharding import Sharding
-from autopar.solver import Floats, Ints
+from autopar.solver import Flags, Floats, Ints
 from autopar.solver.model.builder import returned_as, returned_tensors
 from autopar.solver.model.cost_tables import CostTable, Parts, Wants, weigh
 from autopar.solver.model.model import Model
@@ -130,7 +130,7 @@ class RelaxedModel:
         gone = tuple(one.node in self.cut for one in (rows, columns))
         key = "table", id(parts), id(share), id(rows.used), id(columns.used), gone, exact_only
         if key not in self._cached:
-            made = _weighted(parts, weights, share)
+            made = share.paid(parts, weights)
             if exact_only:
                 made = np.where(self.tables.relaxed[id(parts)].is_exact, made, np.inf)
             made = made[np.ix_(rows.used, columns.used)]
@@ -186,7 +186,7 @@ class RelaxedModel:
             total = _summed(self.model.variables[node].parts, weights)
             for number in incident[node]:
                 (first, second), table = self.factors[number]
-                made = _weighted(table.parts, weights, self.shares[number])
+                made = self.shares[number].paid(table.parts, weights)
                 rows = table.rows if first == node else table.rows[states[first]]
                 columns = table.columns if second == node else table.columns[states[second]]
                 total = total + np.asarray(made[rows, columns])
@@ -208,14 +208,41 @@ def _summed(parts: Sequence[Parts], weights: Floats) -> Floats:
     return total
 
 
-def _weighted(parts: Parts, weights: Floats, share: Floats | None = None) -> Floats:
+def _weighted(parts: Parts, weights: Floats) -> Floats:
     """Return weighted sums; infinite where they are forbidden."""
+    total = weigh(parts, _allowed(weights))
+    return np.where(parts[Sum.FORBIDDEN] > 0.0, np.inf, total) if Sum.FORBIDDEN in parts else total
+
+
+def _allowed(weights: Floats) -> Floats:
     allowed = weights.copy()
     allowed[Sum.FORBIDDEN] = 0.0
-    total = weigh(parts, allowed)
-    if share is not None:
-        total = total * share
-    return np.where(parts[Sum.FORBIDDEN] > 0.0, np.inf, total) if Sum.FORBIDDEN in parts else total
+    return allowed
+
+
+@dataclass(frozen=True, eq=False)
+class _PaidShares:
+    """Shares of the reshards of one factor that its op pays: one for each column."""
+
+    shares: Floats
+    # By how much more the op pays to add its gradient as it takes the tensor than as the tensor is kept, and the
+    # columns in which it may gain by that, but pays for nothing.
+    additions: tuple[Parts, Flags] | None = None
+
+    def paid(self, parts: Parts, weights: Floats) -> Floats:
+        """Return weighted sums; infinite where they are forbidden.
+
+        An op pays no more than its reshard, and no more than its share of the reshard and its addition.
+        """
+        allowed = _allowed(weights)
+        whole = weigh(parts, allowed)
+        total = whole * self.shares
+        if self.additions is not None:
+            parts_added, only_gains = self.additions
+            added = weigh(parts_added, allowed)
+            added = np.where(only_gains, np.minimum(added, 0.0), added)
+            total = np.minimum(whole, total + (1.0 - self.shares) * added)
+        return np.where(parts[Sum.FORBIDDEN] > 0.0, np.inf, total) if Sum.FORBIDDEN in parts else total
 
 
 @dataclass(frozen=True)
@@ -242,7 +269,7 @@ class _Share:
         return float(want in self.own) / count if count else 1.0 / self.users
 
 
-def _shares(model: Model, factors: Sequence[_Pair], tables: RelaxedTables, plan: StepPlan) -> list[Floats]:
+def _shares(model: Model, factors: Sequence[_Pair], tables: RelaxedTables, plan: StepPlan) -> list[_PaidShares]:
     """Return for each factor the share of each column's reshard that its op pays, so that no reshard counts twice.
 
     Ops that take a tensor in one sharding in the plan share its reshard; of another sharding all ops pay equal parts.
@@ -250,13 +277,9 @@ def _shares(model: Model, factors: Sequence[_Pair], tables: RelaxedTables, plan:
     setting = model.setting
     handed, outputs = returned_tensors(setting.graph, setting.options.outputs), setting.options.outputs
     numbers = {factor.scope: number for number, factor in enumerate(factors)}
-    known: dict[bytes, Floats] = {}
-
-    def same(made: Floats) -> Floats:
-        return known.setdefault(made.tobytes(), made)
-
-    columns = [tables.relaxed[id(factor.table.parts)].columns for factor in factors]
-    shares = [same(np.ones(len(each))) for each in columns]
+    known: dict[Any, _PaidShares] = {}
+    relaxed = [tables.relaxed[id(factor.table.parts)] for factor in factors]
+    found = [_one_of(known, np.ones(len(each.columns))) for each in relaxed]
     for tensor in setting.graph.tensors.values():
         users = setting.users.get(tensor.name, ())
         place = model.place.get(("value" if tensor.kind == "activation" else "held", tensor.name))
@@ -267,12 +290,21 @@ def _shares(model: Model, factors: Sequence[_Pair], tables: RelaxedTables, plan:
         states = model.variables[place].states
         layouts = states if tensor.kind == "activation" else [one.layout for one in states]
         wholes = handed.get(tensor.name, ()) if tensor.kind != "param" else ()
-        returned = {each for one in layouts if wholes for each in returned_as(outputs, tensor, one, wholes)}
+        returned = frozenset(each for one in layouts if wholes for each in returned_as(outputs, tensor, one, wholes))
         for user, own in zip(users, taken, strict=True):
             number = numbers[place, model.place["op", user.name]]
-            share = _Share(frozenset(returned), counts, own, len(users))
-            shares[number] = same(np.array([share.of(each) for each in columns[number]]))
-    return shares
+            share, columns = _Share(returned, counts, own, len(users)), relaxed[number].columns
+            shares = np.array([share.of(each) for each in columns])
+            added = tables.added(tensor, relaxed[number]) if tensor.kind == "activation" else None
+            only_gains = np.array([len(each) > 1 or not returned.isdisjoint(each) for each in columns])
+            found[number] = _one_of(known, shares, None if added is None else (added, only_gains))
+    return found
+
+
+def _one_of(known: dict[Any, _PaidShares], shares: Floats, additions: tuple[Parts, Flags] | None = None) -> _PaidShares:
+    """Return one object for equal shares, as tables are cached by its identity."""
+    added = None if additions is None else (id(additions[0]), additions[1].tobytes())
+    return known.setdefault((shares.tobytes(), added), _PaidShares(shares, additions))
 
 
 def _taken(plan: StepPlan, op: NamedNode, tensor: str) -> frozenset[Sharding]:

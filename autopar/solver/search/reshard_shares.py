@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autopar.solver import Floats
+from autopar.solver import Flags, Floats
 from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import FactorByMode, Model
 from autopar.solver.model.objective import MEMORY, Sum
@@ -29,8 +28,6 @@ from autopar.solver.search.simplex import lifted, on_simplex
 from autopar.solver.search.ways_to_keep import WaysToKeep
 
 __all__ = ["ReshardShares"]
-
-Flags = NDArray[np.bool_]
 
 # Sums of what is saved: memory, and copies to the host and back.
 _IS_SAVING = np.isin(np.arange(len(Sum)), (*MEMORY, Sum.COPIES))

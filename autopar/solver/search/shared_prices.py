@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.sharding.sharding import Sharding
-from autopar.solver import Floats
+from autopar.solver import Flags, Floats
 from autopar.solver.model.cost_tables import Parts, weigh
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import Sum
@@ -27,7 +26,7 @@ class SharedPrices:
     one: SharedTensor
     wants: tuple[Sharding, ...]
     # For each state: the shardings that are paid for anyway, as the step returns the tensor so.
-    returned: NDArray[np.bool_]
+    returned: Flags
 
     @cached_property
     def reshards(self) -> Mapping[bool, Parts]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autopar.solver import Floats
+from autopar.solver import Flags, Floats
 
 __all__ = ["lifted", "on_simplex"]
 
 
-def lifted(shares: Floats, takers: NDArray[np.bool_], most: int) -> Floats:
+def lifted(shares: Floats, takers: Flags, most: int) -> Floats:
     """Raise shares that sum to one until the largest `most` of them do; only the ops that take a sharding have one."""
     if most <= 1:
         return takers.astype(np.float64)
