@@ -84,7 +84,7 @@ def fake_input(
     strides: tuple[int, ...] | None = None,
     device: str = "cpu",
 ) -> Tensor:
-    """Return a tensor without memory; call it under a fake tensor mode."""
+    """Return a tensor without memory; call it under a fake tensor mode, or for a meta device."""
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     made = torch.empty(shape, **options) if strides is None else torch.empty_strided(shape, strides, **options)
     # A view, not a leaf: some ops treat leaves differently.
