@@ -167,8 +167,14 @@ def _received(stretch: HaloStretch) -> float:
 @lru_cache(maxsize=4096)
 def _most_sent(stretch: HaloStretch) -> int:
     """Return the most positions that a shard sends to others."""
-    places = range(stretch.count)
-    return max(sum(stretch.shared(place, reader)[1] for reader in places if reader != place) for place in places)
+    held, read = map(stretch.held, range(stretch.count)), map(stretch.reach, range(stretch.count))
+    holders = [(place, start, start + length) for place, (start, length) in enumerate(held) if length]
+    readers = [(place, part.first, part.last) for place, part in enumerate(read) if part.last > part.first]
+    sent = (
+        sum(max(0, min(end, last) - max(start, first)) for reader, first, last in readers if reader != place)
+        for place, start, end in holders
+    )
+    return max(sent, default=0)
 
 
 @lru_cache(maxsize=4096)

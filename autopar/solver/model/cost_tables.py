@@ -277,24 +277,26 @@ class CostTables:
         With `here`, those of the value itself too; with `instead`, they are taken off.
         """
         found = np.zeros((2, len(rows), len(columns)))
+        wants = distinct_wants(columns)
+        of_row, of_want = (np.array([self.ways.gib(cut, one) for one in each]) for each in (rows, wants))
+        values = [row.value for row in rows]
+        is_row = np.array([[want.value == value for want in wants] for value in values]).reshape(len(rows), len(wants))
 
-        def add(i: int, j: int, layout: Sharding, times: float) -> None:
-            gib = self.ways.gib(cut, layout)
-            found[int(use.moved and gib * 2**30 >= LEAST_BYTES), i, j] += times * gib
+        def add(times: Floats, gib: Floats, at: slice | int = slice(None)) -> None:
+            for place, moves in enumerate((False, True)):
+                is_moved = use.moved & (gib * 2**30 >= LEAST_BYTES)
+                found[place][:, at] += np.where(is_moved == moves, times * gib, 0.0)
 
         lives = use.sums is not None and use.sums.lives
-        for i, row in enumerate(rows):
-            for j, each in enumerate(columns):
-                add(i, j, row, float(use.here))
-                for want in each:
-                    if want is None or want.value == row.value:
-                        continue
-                    if summed[i, j]:
-                        add(i, j, want, float(lives or use.kept))
-                        add(i, j, row, -float(lives))
-                    elif use.kept:
-                        add(i, j, want, 1.0)
-                        add(i, j, row, -float(use.instead))
+        if use.here:
+            add(np.ones((len(rows), len(columns))), of_row[:, None])
+        place = {want: i for i, want in enumerate(wants)}
+        for j, each in enumerate(columns):
+            for number in (place[want] for want in each if want is not None):
+                moved = ~is_row[:, number]
+                early, late = (np.where(moved & each, 1.0, 0.0) for each in (summed[:, j], ~summed[:, j]))
+                add(early * (lives or use.kept) + late * use.kept, of_want[[number]], j)
+                add(-early * lives - late * (use.kept and use.instead), of_row, j)
         return found
 
     def _table(
