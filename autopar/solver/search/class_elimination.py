@@ -397,14 +397,14 @@ class _ClassOrder:
         """Return the additions to eliminate a node, and the port to keep, if any."""
         ports = self.ports[node] if node < self.count else []
         own = {node, *ports}
+        beside = {one: self._around([one]) - own for one in own}
         best: tuple[int, int | None] | None = None
         for kept in (None, *ports):
-            around = self._around(own - {kept} if kept is not None else own) - own
-            work = self.sizes[node] * prod(self.sizes[other] for other in around)
+            around = set[int]().union(*(others for one, others in beside.items() if one != kept))
+            made = prod([self.sizes[other] for other in around])
+            work = self.sizes[node] * made
             if kept is not None:
-                made = self.sizes[kept] * prod(self.sizes[other] for other in around)
-                beyond = self._around([kept]) - around - own
-                work += made * prod(self.sizes[other] for other in beyond)
+                work += self.sizes[kept] * made * prod([self.sizes[other] for other in beside[kept] - around])
             if best is None or work < best[0]:
                 best = work, kept
         assert best is not None

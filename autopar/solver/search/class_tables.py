@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.ir.invariants import verifying
 from autopar.solver import Floats, Ints
+from autopar.solver.model.cost_tables import CostTable
 from autopar.solver.model.model import FactorByMode, Model
 from autopar.solver.search.class_elimination import ROUNDING, ClassElimination, ClassTable, Single, class_elimination
 
@@ -41,14 +42,19 @@ class ClassTables:
     @staticmethod
     def of(model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int]) -> ClassTables:
         """Return an elimination without the cut variables; raise `TooWide` if a step is too large."""
-        gone, known = frozenset(cut), dict[bytes, Ints]()
+        gone, known, by_table = frozenset(cut), dict[bytes, Ints](), dict[Any, tuple[Ints, ...]]()
         sizes = [1 if node in gone else len(variable.states) for node, variable in enumerate(model.variables)]
         tables = []
         for factor, scope in zip(model.factors, scopes, strict=True):
             left = [axis for axis, node in enumerate(scope) if node not in gone]
             if left:
-                every = _classes(factor.table, [len(model.variables[node].states) for node in scope])
-                classes = tuple(known.setdefault(every[axis].tobytes(), every[axis]) for axis in left)
+                table = factor.table
+                # Equal layers have the same tables.
+                key = tuple(map(id, table.each)) if isinstance(table, FactorByMode) else id(table)
+                if key not in by_table:
+                    made = _classes(table, len(model.variables[scope[0]].states))
+                    by_table[key] = tuple(known.setdefault(each.tobytes(), each) for each in made)
+                classes = tuple(by_table[key][axis] for axis in left)
                 tables.append(ClassTable(tuple(scope[axis] for axis in left), classes))
         elimination = class_elimination(sizes, tables, LARGEST_STEP)
         firsts = {id(each): np.unique(each, return_index=True)[1] for each in known.values()}
@@ -88,12 +94,12 @@ class ClassTables:
         return self.elimination.solve(own, narrow)
 
 
-def _classes(table: Any, sizes: Sequence[int]) -> tuple[Ints, ...]:
+def _classes(table: CostTable | FactorByMode, modes: int) -> tuple[Ints, ...]:
     """Return by axis the class of each state: states of one class have equal costs in a table."""
     if not isinstance(table, FactorByMode):
         return _numbered(table.rows), _numbered(table.columns)
     rows, columns = (np.stack([getattr(one, side) for one in table.each]) for side in ("rows", "columns"))
-    return np.arange(sizes[0]), _numbered(rows), _numbered(columns)
+    return np.arange(modes), _numbered(rows), _numbered(columns)
 
 
 def _numbered(keys: Ints) -> Ints:
