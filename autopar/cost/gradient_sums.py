@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
@@ -14,33 +15,34 @@ __all__ = ["gradient_sums"]
 
 def gradient_sums(
     graph: NamedGraph, assignment: Assignment, stages: Mapping[str, frozenset[int]]
-) -> dict[str, list[tuple[str, Sharding]]]:
-    """Return for each op the tensors whose gradients it adds to those of later ops, each with its sharding.
+) -> Mapping[tuple[str, str], Sequence[Sharding]]:
+    """Return by op and tensor the shardings in which the op adds its gradients to those of later ops.
 
     The gradients of a value that was resharded once for several ops are added before the reshard back. Each stage of
     a pipeline, named for each op by `stages`, adds up gradients of its own.
     """
-    found: dict[str, list[tuple[str, Sharding]]] = {node.name: [] for node in graph.nodes}
-    firsts: dict[tuple[str, frozenset[int], Sharding], str] = {}
-    for node in graph.nodes:
-        for name, taken in _taken(graph, assignment, node):
-            firsts.setdefault((name, stages[node.name], taken), node.name)
+    uses = [
+        (node.name, (name, stages[node.name], taken))
+        for node in graph.nodes
+        for name, taken in _taken(graph, assignment, node)
+    ]
+    firsts = {use: op for op, use in reversed(uses)}
+    found = defaultdict[tuple[str, str], list[Sharding]](list)
     begun: set[tuple[str, frozenset[int], Sharding]] = set()
+
+    def add(op: str, use: tuple[str, frozenset[int], Sharding]) -> None:
+        name, _, sharding = use
+        if use in begun:
+            found[op, name].append(sharding)
+        begun.add(use)
+
     # The backward runs in reverse: the last use has the first gradient, all others add to it.
-    for node in reversed(graph.nodes):
-        for name, taken in _taken(graph, assignment, node):
-            kept = assignment.values[name]
-            own = name, stages[node.name], taken
-            if taken != kept:
-                if own in begun:
-                    found[node.name].append((name, taken))
-                begun.add(own)
-                if firsts[own] != node.name:
-                    continue
-                own = name, stages[node.name], kept
-            if own in begun:
-                found[node.name].append((name, kept))
-            begun.add(own)
+    for op, use in reversed(uses):
+        add(op, use)
+        name, own_stages, taken = use
+        kept = assignment.values[name]
+        if taken != kept and firsts[use] == op:  # the reshard back
+            add(op, (name, own_stages, kept))
     return found
 
 

@@ -24,6 +24,7 @@ from autopar.sharding.assignment import Pipelining
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.choices import Choice
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
+from autopar.sharding.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,6 @@ class _Profiler:
         count = 1 if pipelining is None else pipelining.stages
         # Each stage of a pipeline adds up gradients of its own.
         self.stages = {op: frozenset(part % count for part in parts) for op, parts in self.step.parts_of.items()}
-        self.sums = gradient_sums(self.graph, plan.assignment, self.stages)
         self.first_use = {
             (name, self.stages[node.name]): node.name
             for node in reversed(self.graph.nodes)
@@ -218,9 +218,13 @@ class _Profiler:
         """Return the reshards of values before an op."""
         return tuple(one for one in reshards.before if self.graph.tensors[one.tensor].kind != "param")
 
+    @cached_property
+    def _sums(self) -> Mapping[tuple[str, str], Sequence[Sharding]]:
+        return gradient_sums(self.graph, self.plan.assignment, self.stages)
+
     def _gradient_sums(self, name: str, node: NamedNode) -> Iterator[Task]:
         plan = self.plan
-        for _, sharding in (one for one in self.sums[node.name] if one[0] == name):
+        for sharding in self._sums.get((node.name, name), ()):
             yield self.tasks.gradient_sum(name, sharding)
         if self.graph.tensors[name].kind != "param":
             return

@@ -133,9 +133,14 @@ class HaloStretch:
 
     def shared(self, holder: int, reader: int) -> tuple[int, int]:
         """Return start and length of the part of an input piece that an output reads."""
-        (start, length), part = self.held(holder), self.reach(reader)
-        first, last = max(start, part.first), min(start + length, part.last)
-        return (first - start, last - first) if last > first else (0, 0)
+        return _overlap(self.held(holder), self.reach(reader))
+
+
+def _overlap(piece: tuple[int, int], part: WindowReach) -> tuple[int, int]:
+    """Return start and length within a piece of the part of it that is read."""
+    start, length = piece
+    first, last = max(start, part.first), min(start + length, part.last)
+    return (first - start, last - first) if last > first else (0, 0)
 
 
 def _stretches(split: LoweredOpContext) -> tuple[HaloStretch, ...]:
@@ -167,14 +172,12 @@ def _received(stretch: HaloStretch) -> float:
 @lru_cache(maxsize=4096)
 def _most_sent(stretch: HaloStretch) -> int:
     """Return the most positions that a shard sends to others."""
-    held, read = map(stretch.held, range(stretch.count)), map(stretch.reach, range(stretch.count))
-    holders = [(place, start, start + length) for place, (start, length) in enumerate(held) if length]
-    readers = [(place, part.first, part.last) for place, part in enumerate(read) if part.last > part.first]
-    sent = (
-        sum(max(0, min(end, last) - max(start, first)) for reader, first, last in readers if reader != place)
-        for place, start, end in holders
+    places = range(stretch.count)
+    held, read = [stretch.held(place) for place in places], [stretch.reach(place) for place in places]
+    return max(
+        sum(_overlap(piece, part)[1] for reader, part in enumerate(read) if reader != place)
+        for place, piece in enumerate(held)
     )
-    return max(sent, default=0)
 
 
 @lru_cache(maxsize=4096)

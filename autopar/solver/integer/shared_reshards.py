@@ -16,11 +16,17 @@ from autopar.solver import Floats
 from autopar.solver.integer.formulation import Entries, Formulation
 from autopar.solver.integer.program import IndexBlock
 from autopar.solver.model.builder import returned_tensors
-from autopar.solver.model.cost_tables import Parts
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import Sum
 from autopar.solver.model.recompute_variables import RecomputeModes
-from autopar.solver.model.shared_reshards import modes_of, reshard_parts, returned_from, sum_parts
+from autopar.solver.model.shared_reshards import (
+    allowed_parts,
+    modes_of,
+    reshard_parts,
+    returned_from,
+    sum_parts,
+    sums_of_column,
+)
 
 __all__ = ["add_shared_reshards"]
 
@@ -104,9 +110,10 @@ def _add_for_tensor(
 
         @cache
         def price(again: bool, later: bool, want: Sharding = want) -> Floats:
-            return _columns(reshard_parts(made.model.cost_tables, tensor, held, (want,), again, later), len(held))
+            parts = reshard_parts(made.model.cost_tables, tensor, held, (want,), again, later)
+            return sums_of_column(allowed_parts(parts), len(held))
 
-        summed = _columns(sum_parts(made.model.cost_tables, tensor, held, (want,)), len(held)) * several
+        summed = sums_of_column(sum_parts(made.model.cost_tables, tensor, held, (want,)), len(held)) * several
         least = np.where(paid, 0.0, price(all(use.again for use in own), True)) - summed
         costly = np.flatnonzero(least.any(axis=0) & several)
         name = f"shared.{tensor.name}&{number}"
@@ -137,11 +144,3 @@ def _add_for_tensor(
             made.builder.add((rows[use.number].start + numbers)[:, None], taken, -1.0)
             if upper is not None:
                 made.builder.add((upper.start + numbers)[:, None], taken, -1.0)
-
-
-def _columns(parts: Parts, count: int) -> Floats:
-    """Return parts of one column as sums: a column for each of `count` states."""
-    sums = np.zeros((len(Sum), count))
-    for key in parts.keys() - {Sum.FORBIDDEN}:
-        sums[key] = parts[key][:, 0]
-    return sums

@@ -11,13 +11,24 @@ import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.sharding import Sharding
+from autopar.solver import Floats
 from autopar.solver.model.builder import returned_as, returned_tensors
 from autopar.solver.model.cost_tables import CostTables, Parts, ValueUse
 from autopar.solver.model.model import Factor, FactorByMode, Model
 from autopar.solver.model.objective import MEMORY, Sum
 from autopar.solver.model.recompute_variables import RecomputeModes, last_of
 
-__all__ = ["SharedTensor", "TensorUse", "modes_of", "reshard_parts", "returned_from", "shared_tensors", "sum_parts"]
+__all__ = [
+    "SharedTensor",
+    "TensorUse",
+    "allowed_parts",
+    "modes_of",
+    "reshard_parts",
+    "returned_from",
+    "shared_tensors",
+    "sum_parts",
+    "sums_of_column",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +171,19 @@ def sum_parts(tables: CostTables, tensor: NamedTensor, held: Sequence[Any], want
         sums[[Sum.DEVICE, Sum.BACKWARD_ROOM]] = seconds
         sums[Sum.HOST] = np.subtract.outer([-t.host_seconds for t in kept], [-t.host_seconds for t in taken])
     return {key: sums[key] for key in Sum if sums[key].any()}
+
+
+def allowed_parts(parts: Parts) -> Parts:
+    """Return all sums but the number of what is forbidden."""
+    return {key: values for key, values in parts.items() if key is not Sum.FORBIDDEN}
+
+
+def sums_of_column(parts: Parts, count: int) -> Floats:
+    """Return the sums of tables of one column: a column for each of the `count` states of a tensor."""
+    sums = np.zeros((len(Sum), count))
+    for key, values in parts.items():
+        sums[key] = values[:, 0]
+    return sums
 
 
 def _is_costly(factor: Factor) -> bool:

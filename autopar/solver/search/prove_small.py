@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.solver import Floats
-from autopar.solver.model.cost_tables import Parts
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, MOMENTS, Hinges, Sum, every_peak_gib
-from autopar.solver.model.shared_reshards import reshard_parts, shared_tensors, sum_parts
+from autopar.solver.model.shared_reshards import reshard_parts, shared_tensors, sum_parts, sums_of_column
 from autopar.solver.search.count_once import ROUNDS
 from autopar.solver.search.elimination import Elimination
 from autopar.solver.search.lagrangian import LagrangianSearch, by_seconds
@@ -83,19 +82,11 @@ def _subtract_shared_reshards(model: Model, counts: tuple[int, ...], total: Floa
             times = sum(_spread(takes[:, None], (node,), len(counts)) for node, takes in ops)
             paid = np.array([[want in each] for each in one.returned], dtype=float)
             made, tensor = model.cost_tables, one.tensor
-            price = _columns(reshard_parts(made, tensor, states, (want,), True, True), len(states))
-            sums = _columns(sum_parts(made, tensor, states, (want,)), len(states))
+            price = sums_of_column(reshard_parts(made, tensor, states, (want,), True, True), len(states)).T
+            sums = sums_of_column(sum_parts(made, tensor, states, (want,)), len(states)).T
             again = np.maximum(0.0, times - 1)
             total -= again * _spread(price - sums, (one.place,), len(counts))
             total -= np.minimum(times, 1) * _spread(paid * price, (one.place,), len(counts))
-
-
-def _columns(parts: Parts, count: int) -> Floats:
-    """Return parts of one column as an array with a row for each of `count` states."""
-    found = np.zeros((count, len(Sum)))
-    for key, values in parts.items():
-        found[:, key] = values[:, 0]
-    return found
 
 
 def _spread(sums: Floats, scope: tuple[int, ...], count: int) -> Floats:

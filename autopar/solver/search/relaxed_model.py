@@ -210,7 +210,10 @@ def _summed(parts: Sequence[Parts], weights: Floats) -> Floats:
 
 def _weighted(parts: Parts, weights: Floats) -> Floats:
     """Return weighted sums; infinite where they are forbidden."""
-    total = weigh(parts, _allowed(weights))
+    return _unless_forbidden(parts, weigh(parts, _allowed(weights)))
+
+
+def _unless_forbidden(parts: Parts, total: Floats) -> Floats:
     return np.where(parts[Sum.FORBIDDEN] > 0.0, np.inf, total) if Sum.FORBIDDEN in parts else total
 
 
@@ -242,7 +245,7 @@ class _PaidShares:
             added = weigh(parts_added, allowed)
             added = np.where(only_gains, np.minimum(added, 0.0), added)
             total = np.minimum(whole, total + (1.0 - self.shares) * added)
-        return np.where(parts[Sum.FORBIDDEN] > 0.0, np.inf, total) if Sum.FORBIDDEN in parts else total
+        return _unless_forbidden(parts, total)
 
 
 @dataclass(frozen=True)

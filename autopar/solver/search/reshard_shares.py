@@ -185,28 +185,24 @@ class _SharingGroup:
     def discount(self, costs: list[Floats], tables: list[Floats], weights: Floats) -> None:
         if self.homes:
             self._discount_homes(costs, tables, weights)
-        flags = self.prices.reshards if self.active else ()
-        alone = {flag: self.prices.alone(weights, flag) for flag in flags}
-        together = {flag: self.prices.together(weights, flag) for flag in flags}
+        prices = {flag: self.prices.alone_and_together(weights, flag) for flag in self.prices.reshards if self.active}
         for i, use in enumerate(self.one.uses):
             own = [want for want in self.active if self.takers[i, want]]
             if use.factor is None or not own:
                 continue
             old = tables[use.factor]
             count = len(old) if old.ndim == 3 else 1
-            less = [self._discounted(i, own, alone, together, mode) for mode in range(count)]
+            less = [self._discounted(i, own, prices, mode) for mode in range(count)]
             new = old - (np.stack(less) if old.ndim == 3 else less[0])
             self._set_table(i, tables, new)
 
-    def _discounted(
-        self, i: int, wants: list[int], alone: Mapping[bool, Floats], together: Mapping[bool, Floats], mode: int
-    ) -> Floats:
+    def _discounted(self, i: int, wants: list[int], prices: Mapping[bool, tuple[Floats, Floats]], mode: int) -> Floats:
         """Return by how much less an op pays in a mode, for each state of the tensor and each of its options."""
         flag = i > 0 if self.one.tensor.kind == "param" else at_mode(self.one.uses[i].again, mode)
-        once = together[at_mode(self.prices.least, mode)][:, wants]
+        alone, once = prices[flag][0][:, wants], prices[at_mode(self.prices.least, mode)][1][:, wants]
         paid = np.array([self.paid[want][i] for want in wants]).T
         # What the ops gain together, each may gain alone.
-        less = alone[flag][:, wants] - np.where(once < 0.0, once, paid * once)
+        less = alone - np.where(once < 0.0, once, paid * once)
         return np.asarray(less @ self.takes[i][wants])
 
     def _discount_homes(self, costs: list[Floats], tables: list[Floats], weights: Floats) -> None:
@@ -392,8 +388,10 @@ class _SharingGroup:
     def directions(self, chosen: Sequence[int], weights: Floats) -> dict[tuple[int, int], Floats]:
         """Return the subgradients of the minimum, without what would leave the simplex."""
         taken = self.taken(chosen)
-        flag = self.prices.least_of_all
-        prices = np.maximum(self.prices.together(weights, flag), 0.0) if taken else np.zeros((0, 0))
+        if not taken:
+            return {}
+        _, together = self.prices.alone_and_together(weights, self.prices.least_of_all)
+        prices = np.maximum(together, 0.0)
         found = {}
         for (want, row), takes in taken.items():
             gains = prices[row, want] * takes

@@ -12,8 +12,7 @@ from autopar.sharding.sharding import Sharding
 from autopar.solver import Flags, Floats
 from autopar.solver.model.cost_tables import Parts, weigh
 from autopar.solver.model.model import Model
-from autopar.solver.model.objective import Sum
-from autopar.solver.model.shared_reshards import SharedTensor, reshard_parts, sum_parts
+from autopar.solver.model.shared_reshards import SharedTensor, allowed_parts, reshard_parts, sum_parts
 
 __all__ = ["SharedPrices", "at_mode"]
 
@@ -65,23 +64,21 @@ class SharedPrices:
     def added(self, weights: Floats) -> Floats:
         return self._weigh(self.additions, weights)
 
-    def alone(self, weights: Floats, flag: bool) -> Floats:
-        """Return the part of a reshard's price that an op need not pay where another op pays it."""
-        return self.reshard(weights, flag) - self.added(weights)
+    def alone_and_together(self, weights: Floats, flag: bool) -> tuple[Floats, Floats]:
+        """Return what an op need not pay where another one does, and what all that take a sharding pay together.
 
-    def together(self, weights: Floats, flag: bool) -> Floats:
-        """Return what all ops that take a sharding pay together, where each op pays for its addition.
-
-        One op alone adds nothing in that sharding.
+        Each op pays for its addition; one op alone adds nothing in that sharding.
         """
-        return np.asarray(self.unpaid(weights, flag) - self.added(weights))
+        added = self.added(weights)
+        alone = self.reshard(weights, flag) - added
+        return alone, np.where(self.returned, -added, alone)
 
     def unpaid(self, weights: Floats, flag: bool) -> Floats:
         """Return the price of a reshard that the step does not have anyway."""
         return np.asarray(np.where(self.returned, 0.0, self.reshard(weights, flag)))
 
     def _weigh(self, parts: Parts, weights: Floats) -> Floats:
-        allowed: Parts = {key: values for key, values in parts.items() if key != Sum.FORBIDDEN}
+        allowed = allowed_parts(parts)
         return weigh(allowed, weights) if allowed else np.zeros(self.returned.shape)
 
 
