@@ -14,9 +14,9 @@ from autopar.solver.search.bucket_elimination import TooWide
 from autopar.solver.search.class_elimination import ClassTable, Single, class_elimination
 
 
-def random_model(rng: random.Random) -> tuple[list[Single], list[ClassTable], list[Single]]:
+def random_model(rng: random.Random, most: int = 6) -> tuple[list[Single], list[ClassTable], list[Single]]:
     """Return costs of variables, and tables of pairs; some pairs are forbidden, and equal maps are one object."""
-    sizes = [rng.randint(1, 5) for _ in range(rng.randint(1, 6))]
+    sizes = [rng.randint(1, 5) for _ in range(rng.randint(1, most))]
     costs = [np.array([rng.random() for _ in range(size)], dtype=np.float32) for size in sizes]
     maps: list[dict[int, np.ndarray]] = [{} for _ in sizes]
 
@@ -28,7 +28,7 @@ def random_model(rng: random.Random) -> tuple[list[Single], list[ClassTable], li
         return maps[node][count]
 
     tables, values = [], []
-    for _ in range(rng.randint(0, 8) if len(sizes) > 1 else 0):
+    for _ in range(rng.randint(0, most + 2) if len(sizes) > 1 else 0):
         nodes = tuple(rng.sample(range(len(sizes)), rng.choice([1, 2, 2])))
         classes = tuple(side(node) for node in nodes)
         shape = [int(one.max()) + 1 for one in classes]
@@ -133,3 +133,35 @@ def test_only_what_changed_is_computed_again(monkeypatch: pytest.MonkeyPatch) ->
             fewer += len(computed) - again
         assert made.solve(costs, values) == found
     assert fewer > 200
+
+
+def test_all_nodes_whose_steps_change_are_weighed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    eliminate = module._ClassOrder._eliminate
+    changes = list[int]()
+
+    def checked(order: module._ClassOrder, node: int, kept: int | None) -> set[int]:
+        heads = {order._head(one) for one in range(len(order.sizes)) if order.is_left[one]}
+        before = {one: order._cheapest(one) for one in heads if order.is_left[one]}
+        found = eliminate(order, node, kept)
+        changed = {one for one, step in before.items() if order.is_left[one] and order._cheapest(one) != step}
+        assert changed <= found
+        changes.append(len(changed))
+        return found
+
+    monkeypatch.setattr(module._ClassOrder, "_eliminate", checked)
+    for seed in range(100):
+        costs, tables, _ = random_model(random.Random(seed), most=20)
+        class_elimination([len(cost) for cost in costs], tables)
+    assert sum(changes) > 300
+
+
+def test_users_of_one_value_are_weighed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The elimination of one user changes no step of another."""
+    weighed, cheapest = list[int](), module._ClassOrder._cheapest
+    monkeypatch.setattr(
+        module._ClassOrder, "_cheapest", lambda order, node: weighed.append(node) or cheapest(order, node)
+    )
+    users = range(1, 200)
+    tables = [ClassTable((0, i), (np.arange(3), np.arange(4))) for i in users]
+    class_elimination([3, *(4 for _ in users)], tables)
+    assert len(weighed) < 4 * len(users)

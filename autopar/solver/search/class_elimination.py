@@ -430,7 +430,7 @@ class _ClassOrder:
         for port in ports:
             self.is_left[port] = port == kept
             self.is_free[port] = True
-        touched = {self._head(other) for other in self._around(arranged) | others}
+        touched = {self._head(other) for other in others}
         return {other for other in touched if self.is_left[other]}
 
     def _head(self, node: int) -> int:
