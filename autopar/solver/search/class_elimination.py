@@ -227,7 +227,10 @@ def _least(
         total = _summed(own[order], common, [(nodes, table[order]) for nodes, table in terms], sizes)
         made = np.minimum.reduceat(total, starts, axis=0)
     else:
-        made = _least_of_tiles(own, [np.ascontiguousarray(part) for part in _spread(common, terms)], shape, groups)
+        # Parts that all tiles read lie in order; of others each number is read once.
+        whole = len(own) * prod(shape)
+        parts = [part if part.size == whole else np.ascontiguousarray(part) for part in _spread(common, terms)]
+        made = _least_of_tiles(own, parts, shape, groups)
     return made.transpose(0, *(1 + common.index(node) for node in around))
 
 
