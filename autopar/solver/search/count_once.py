@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from autopar.solver.model.objective import peak_gib
-from autopar.solver.search.lagrangian import FEW, LagrangianSearch, by_seconds
+from autopar.solver.search.lagrangian import FEW, LagrangianSearch
 
 __all__ = ["ROUNDS", "count_once"]
 
@@ -22,14 +22,13 @@ def count_once(search: LagrangianSearch, prices_plans: bool = True) -> None:
         return
     limit, elimination, shares = search.least_limit_gib, search.elimination, search.shares
     target, prices, weights, constant = search.best_answer(limit)
-    best = min(search.found.values(), key=by_seconds, default=None)
-    shares.begin(search.looked[-1].chosen if best is None else best.chosen)
+    search.begin_shares()
     is_small = len(search.model.variables) <= FEW
     for _ in range(ROUNDS if is_small else ROUNDS_IF_LARGE):
-        value, chosen = elimination.least_once(weights, shares)
-        search.counted.append((value + constant, prices))
+        least = elimination.least(weights, shares)
+        search.counted.append((least.value + constant, prices))
         if prices_plans:
-            settled = elimination.settled(chosen, weights)
+            settled = elimination.settled(least.chosen, weights)
             _try_out(search, settled)
             # A state that all ops take may stand for one that is resharded to it once.
             _try_out(search, elimination.best_kept(settled, weights, shares))
@@ -38,7 +37,7 @@ def count_once(search: LagrangianSearch, prices_plans: bool = True) -> None:
             return
         if elimination.is_rough and not search.is_close(search.model_bound):
             return  # shares cannot raise it enough
-        if not shares.improve(chosen, weights, missing):
+        if not shares.improve(least.chosen, weights, missing):
             return
 
 

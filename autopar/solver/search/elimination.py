@@ -96,18 +96,18 @@ class Elimination:
             tried = (wide + narrow) // 2
         return found
 
-    def least(self, weights: Floats) -> WeightedMinimum:
-        """Return a lower bound on the weighted sum of all assignments."""
+    def least(self, weights: Floats, shares: ReshardShares | None = None) -> WeightedMinimum:
+        """Return a lower bound on the weighted sum of all assignments.
+
+        With `shares` no reshard counts more than once in the bound; in the sums it counts for each op.
+        """
         weighted = _WeightedModel(self.model, weights, self.scopes)
-        value, chosen = self._solved(weighted, dict.fromkeys(self.cut))
+        if shares is not None:
+            shares.discount(weighted.costs, weighted.tables, weights)
+        pattern = () if shares is None else (shares,)
+        value, chosen = self._solved(weighted, dict.fromkeys(self.cut), pattern)
         sums = weighted.relaxed_sums(chosen, self.cut, self.touched) if self.cut else self.model.sums(chosen)
         return WeightedMinimum(value, sums, chosen)
-
-    def least_once(self, weights: Floats, shares: ReshardShares) -> tuple[float, list[int]]:
-        """Return a lower bound in which no reshard counts more than once, and the assignment that reaches it."""
-        weighted = _WeightedModel(self.model, weights, self.scopes)
-        shares.discount(weighted.costs, weighted.tables, weights)
-        return self._solved(weighted, dict.fromkeys(self.cut), (shares,))
 
     def weighted(self, weights: Floats, shares: ReshardShares) -> tuple[list[Floats], list[Floats]]:
         """Return the weighted costs of all states and pairs, with nothing cut."""

@@ -325,31 +325,37 @@ class LagrangianSearch:
         """Return whether a bound leaves a gap that elimination by classes is too slow for."""
         return self.best - bound <= (CLOSE_IF_LIMITED if self.is_limited else CLOSE) * self.best
 
+    def begin_shares(self) -> None:
+        """Give the shares of reshards to the ops that pay them in the best plan, or in the latest minimum."""
+        best = min(self.found.values(), key=by_seconds, default=None)
+        self.shares.begin(self.looked[-1].chosen if best is None else best.chosen)
+
     def refine(self) -> bool:
         """Raise the bound of a model with cut variables by elimination by classes, at multipliers near the best.
 
-        After `count_once`. Return whether plans were priced.
+        After `count_once`: shared reshards count once here, too. Return whether plans were priced.
         """
         if not self.elimination.is_rough or not self.answers or self.is_close(self.bound) or self.is_late():
             return False
         limit = self.least_limit_gib
-        known, prices, _, _ = self.best_answer(limit)
+        known, prices = self.bound, self.best_answer(limit)[1]
         rough, planes = self.elimination, self.planes
         self.elimination = rough.by_classes()
         if self.elimination is rough:
             return False
         # Sums of minima with cut variables bound no others.
         self.planes = [one.sums for one in (*self.found.values(), *self.passed)]
+        self.begin_shares()
         for _ in range(MOST_REFINED):
-            self._minimum_at(prices)
-            if self.model_bound <= known:  # as much is cut as before
+            again = self._minimum_at(prices, self.shares if self.shares.groups else None)
+            if self.bound <= known:  # as much is cut as before
                 self.elimination, self.planes = rough, planes
                 return False
             weights, _ = self.hinges.weights(prices[: self.count])
             self.try_out(self.elimination.candidate(weights + prices[self.count :] @ MOMENTS, self.looked[-1].chosen))
             upper, prices = self._master(limit)
             enough = max(self.accuracy * abs(upper), LITTLE * (self.best - self.model_bound))
-            if upper - self.model_bound <= enough or self.is_late():
+            if upper - again - self.model_bound <= enough or self.is_late():
                 break
         return True
 
@@ -362,13 +368,20 @@ class LagrangianSearch:
 
     # -- one round
 
-    def _minimum_at(self, prices: Floats) -> None:
-        """Return the minimum at some multipliers; record its bound and its cutting plane."""
-        weights, constant = self.hinges.weights(prices[: self.count])
-        least = self.elimination.least(weights + prices[self.count :] @ MOMENTS)
+    def _minimum_at(self, prices: Floats, shares: ReshardShares | None = None) -> float:
+        """Find the minimum at some multipliers; record its bound and its cutting plane.
+
+        With `shares` no reshard counts more than once in the bound. Return what they count more in the cutting plane.
+        """
+        hinges, constant = self.hinges.weights(prices[: self.count])
+        weights = hinges + prices[self.count :] @ MOMENTS
+        least = self.elimination.least(weights, shares)
         self.answers.append((least.value + constant, prices))
+        if shares is not None:
+            self.counted.append(self.answers[-1])
         self.planes.append(least.sums)
         self.looked.append(least)
+        return float(weights @ least.sums) - least.value
 
     def try_out(self, chosen: list[int], hopeless: bool = True) -> Candidate:
         """Price a candidate, and record the error of its memory estimate."""

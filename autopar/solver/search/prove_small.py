@@ -242,9 +242,9 @@ def _shares_in_parts(search: LagrangianSearch, weights: Floats) -> ReshardShares
         shares.begin(best.chosen)
         target = search.elimination.least(weights).value
         for _ in range(ROUNDS):
-            value, chosen = search.elimination.least_once(weights, shares)
-            missing = target - value
-            if missing <= search.gap * abs(target) or not shares.improve(chosen, weights, missing):
+            least = search.elimination.least(weights, shares)
+            missing = target - least.value
+            if missing <= search.gap * abs(target) or not shares.improve(least.chosen, weights, missing):
                 break
     return shares
 
