@@ -333,12 +333,13 @@ class LagrangianSearch:
     def refine(self) -> bool:
         """Raise the bound of a model with cut variables by elimination by classes, at multipliers near the best.
 
-        After `count_once`: shared reshards count once here, too. Return whether plans were priced.
+        After `count_once`. Shared reshards count once here, too, where that makes little difference. Return whether
+        plans were priced.
         """
         if not self.elimination.is_rough or not self.answers or self.is_close(self.bound) or self.is_late():
             return False
         limit = self.least_limit_gib
-        known, prices = self.bound, self.best_answer(limit)[1]
+        known, prices, _, _ = self.best_answer(limit)
         rough, planes = self.elimination, self.planes
         self.elimination = rough.by_classes()
         if self.elimination is rough:
@@ -346,16 +347,21 @@ class LagrangianSearch:
         # Sums of minima with cut variables bound no others.
         self.planes = [one.sums for one in (*self.found.values(), *self.passed)]
         self.begin_shares()
+        shares = self.shares if self.shares.groups else None
         for _ in range(MOST_REFINED):
-            again = self._minimum_at(prices, self.shares if self.shares.groups else None)
-            if self.bound <= known:  # as much is cut as before
+            if shares is not None and self._minimum_at(prices, shares) > LITTLE * (self.best - self.bound):
+                shares = None  # `count_once` closes this part of the gap, and the plane is beside the model's least
+                self.planes.pop()
+            if shares is None:
+                self._minimum_at(prices)
+            if self.model_bound <= known:  # as much is cut as before
                 self.elimination, self.planes = rough, planes
                 return False
             weights, _ = self.hinges.weights(prices[: self.count])
             self.try_out(self.elimination.candidate(weights + prices[self.count :] @ MOMENTS, self.looked[-1].chosen))
             upper, prices = self._master(limit)
             enough = max(self.accuracy * abs(upper), LITTLE * (self.best - self.model_bound))
-            if upper - again - self.model_bound <= enough or self.is_late():
+            if upper - self.model_bound <= enough or self.is_late():
                 break
         return True
 
