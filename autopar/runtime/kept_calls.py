@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from autopar.errors import AutoparError
-from autopar.ir.pytree import Mapped
+from autopar.ir.pytree import Mapped, Node
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
 from autopar.runtime.size_ranges import SizeRanges
 from autopar.tracing.sized_exports import SizedExports
@@ -53,12 +53,21 @@ class KeptCalls:
         self.options = options
         self._calls = _LatestUsed[CompiledCall](options.most_calls)
         self._families = _LatestUsed[CallFamily](options.most_calls)
+        # Arguments, key and call of the latest call that was found.
+        self._latest: tuple[Node, Any, CompiledCall] | None = None
 
     def find(self, given: CallSignature) -> CompiledCall | None:
-        return self._calls.find(given.key, given.structure)
+        latest = self._latest
+        # The arguments of a loop are mostly the same object, and the structure made from them takes time.
+        if latest is not None and latest[0] is given.flat.node and latest[1] == given.key:
+            return latest[2]
+        found = self._calls.find(given.key, given.structure)
+        self._latest = None if found is None else (given.flat.node, given.key, found)
+        return found
 
     def keep(self, given: CallSignature, call: CompiledCall) -> None:
         self._calls.keep(given.key, given.structure, call)
+        self._latest = None
 
     def family(self, given: CallSignature) -> CallFamily:
         """Return what this call shares with calls that differ from it in sizes alone."""
