@@ -4,12 +4,14 @@ Inductor orders ops anew where its estimate of the peak memory falls. Sums of gr
 begin all of them after the whole backward, where nothing hides them. In the order of the graph each sum begins as soon
 as its gradients are there, and the memory is that of the plan.
 
-Inductor lowers the backward when it first runs, so hooks of its autograd node switch the option off and on again.
+Inductor lowers the backward when it first runs, so hooks of its autograd node switch the option off and on again, until
+one backward has run.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,9 +29,10 @@ def keep_order_in_backward(outputs: Sequence[Any]) -> None:
     """Let Inductor keep the order of the backward of a compiled graph with these results."""
     found = {_compiled_node(one.grad_fn) for one in outputs if isinstance(one, Tensor) and one.grad_fn is not None}
     for node in found - {None}:
-        keeper = _OrderKeeper()
-        node.register_prehook(keeper.keep)
-        node.register_hook(keeper.restore)
+        if type(node) not in _LOWERED:
+            keeper = _OrderKeeper(type(node))
+            node.register_prehook(keeper.keep)
+            node.register_hook(keeper.restore)
 
 
 def _compiled_node(node: Any) -> Any:
@@ -41,11 +44,17 @@ def _compiled_node(node: Any) -> Any:
     return None
 
 
+# Classes of autograd nodes whose backward has run: torch makes one for each graph that it compiles.
+_LOWERED: weakref.WeakSet[type] = weakref.WeakSet()
+
+
 class _OrderKeeper:
     """Keeps the order of ops during a backward."""
 
-    # The option as the user has it.
-    _users: Any = None
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        # The option as the user has it.
+        self._users: Any = None
 
     def keep(self, gradients: Any) -> None:
         self._users = _in_backward(getattr, _config(), _OPTION, None)
@@ -53,6 +62,7 @@ class _OrderKeeper:
             _in_backward(setattr, _config(), _OPTION, False)
 
     def restore(self, of_inputs: Any, of_outputs: Any) -> None:
+        _LOWERED.add(self._kind)
         if self._users:
             _in_backward(setattr, _config(), _OPTION, self._users)
 
