@@ -30,6 +30,7 @@ from autopar.lowering.passes.compile_layers import compile_layers
 from autopar.runtime.activity import Activity, activity_of
 from autopar.runtime.call_outputs import ShardedOutput, averaged
 from autopar.runtime.local_parameters import LocalParameters
+from autopar.runtime.local_step import same_objects
 from autopar.runtime.module_shell import owner_of
 from autopar.runtime.shards import LocalShard, ShardOwner, number_of_shards
 from autopar.sharding.assignment import Assignment
@@ -200,6 +201,9 @@ class CompiledCall:
         numbered = tuple(enumerate(exported.placeholders))
         self.parameter_places = tuple(place for place, p in numbered if p.kind == "param")
         self.others = tuple((place, p) for place, p in numbered if p.kind != "param")
+        self.kept_places = tuple(place for place, p in numbered if p.kind != "input" and p.name not in self.mutated)
+        # Tensors at these places that a compiler knows.
+        self.static: list[Tensor] = []
         self.shards_of = LocalParameters(synchronisation.finish, synchronisation.note_write, offload_states)
         self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
         self.input_dims = {name: graph.tensors[name].dims for name in self.inputs}
@@ -273,12 +277,18 @@ class CompiledCall:
                 value = value.clone()
             values[place] = value
         if compiled:
-            # CUDA graphs copy every input at each call, unless its address is marked as static. No guard: a graph is
-            # recorded again if an address changes.
-            for place, placeholder in enumerate(self.exported.placeholders):
-                if placeholder.kind != "input" and placeholder.name not in self.mutated:
-                    torch._dynamo.mark_static_address(values[place], guard=False)
+            self._mark_static([values[place] for place in self.kept_places])
         return values
+
+    def _mark_static(self, tensors: list[Tensor]) -> None:
+        """Mark tensors whose addresses are the same at each call: CUDA graphs copy all others.
+
+        No guard: a graph is recorded again if an address changes.
+        """
+        if not same_objects(tensors, self.static):
+            for tensor in tensors:
+                torch._dynamo.mark_static_address(tensor, guard=False)
+            self.static = tensors
 
     def _check_overlaps(self, inputs: Mapping[str, Tensor]) -> None:
         plain = {name: tensor for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}

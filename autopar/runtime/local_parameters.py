@@ -99,6 +99,7 @@ class _Locals(torch.autograd.Function):
             ctx.nodes = [node for node, _ in ctx.next_functions]
         left: list[Tensor | None] = []
         seen: set[int] = set()
+        is_eager = not torch.compiler.is_compiling()
         for node, parameter, spec, gradient in zip(ctx.nodes, ctx.parameters, ctx.specs, gradients, strict=True):
             wrapped = None
             if gradient is not None:
@@ -108,7 +109,7 @@ class _Locals(torch.autograd.Function):
                 seen.add(id(gradient))
                 # `__new__` alone, as `DTensor.__init__` does nothing and takes time.
                 wrapped = DTensor.__new__(DTensor, gradient.contiguous(), spec, requires_grad=False)
-                if _only_put(parameter, node):
+                if is_eager and _only_put(parameter, node):
                     parameter.grad, wrapped = wrapped, None
             left.append(wrapped)
         return (None, None, None, *left)
@@ -128,7 +129,6 @@ def _only_put(parameter: DTensor, node: Any) -> bool:
         and not parameter._backward_hooks
         and not parameter._post_accumulate_grad_hooks
         and parameter._local_tensor.is_cpu  # on other devices autograd synchronises streams
-        and not torch.compiler.is_compiling()
         and _will_be_put(node)
     )
 
