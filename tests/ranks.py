@@ -299,7 +299,8 @@ class Replica(TracedCall):
         def run(*values: Tensor) -> tuple[Any, ...]:
             ends = self.emitted.ends
             early = ends.first(values, self.exchanges)
-            return ends.last(self.emitted.graph_module(*values, *early), self.exchanges)
+            taken = [early[number] for number in ends.taken]
+            return ends.last(self.emitted.graph_module(*values, *taken), early, self.exchanges)
 
         return run, self.exported.constants
 

@@ -24,11 +24,12 @@ from autopar.lowering.collectives.local_reshard import LocalReshard, bind_messag
 from autopar.lowering.collectives.process_groups import Groups, GroupsOfMicroBatch
 from autopar.lowering.emitted import Emitted, note_of
 from autopar.lowering.float8_calls import float8_call
+from autopar.lowering.hoisted_sums import HoistedSums
 from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
 from autopar.lowering.passes.bucket_parameters import BucketedParameters, in_a_bucket, put_in_buckets
 from autopar.lowering.passes.empty_shards import EmptyShardOp, has_node, nodes_of, reached
-from autopar.lowering.passes.hoist_small_sums import HoistedSums, move_to_ends
+from autopar.lowering.passes.hoist_small_sums import move_to_ends
 from autopar.lowering.passes.join_small_sums import join_totals
 from autopar.lowering.passes.loop_buckets import put_in_loops
 from autopar.lowering.passes.micro_batches import (
@@ -152,17 +153,16 @@ class _Emitter:
             loops = again, self._body, stages, halves_of(self.graph, self.assignment)
             self.out = loop_micro_batches(self.out, self.modules, self.micro_batches, *loops)
         given = [node for node, tensor in self.by_node.items() if tensor.kind == "input" and not tensor.requires_grad]
-        ends = move_to_ends(self.out, self.modules, given) if with_ends else HoistedSums()
+        ends = move_to_ends(self.out, self.modules, given, self.graph.tensors) if with_ends else HoistedSums()
         join_totals(self.out, self.modules)
         self.sum_bytes |= put_in_buckets(self.out, self.modules, self.by_node, self.parameters, self.in_bodies)
         put_in_loops(self.out, self.modules, self.outputs, self.graph, self.groups)
-        if self.parameters.gate is not None:
-            put_gate(self.out, self.modules, self.parameters.gate)
+        sends = put_gate(self.out, self.modules, self.parameters.gate)
         self._take_kernels(self.out, self.modules)
         module = with_regions(self.out, self.modules, self.regions)
         returned = self.reshard_plan.results[len(self.graph.exported.mutations) :]
         emitted = Emitted(
-            module, self.reshard_plan.inserted(), returned, tuple(self.drawings.ops), ends, self.sum_bytes
+            module, self.reshard_plan.inserted(), returned, tuple(self.drawings.ops), ends, sends, self.sum_bytes
         )
         if verifying():
             verify_emitted(self.graph, self.assignment, self.groups, self.reshard_plan, emitted)

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
-from autopar.lowering.passes.hoist_small_sums import HoistedSums
+from autopar.lowering.hoisted_sums import HoistedSums
 from autopar.lowering.passes.random_ops import DrawnOp
 from autopar.sharding.reshard.reshard import Step
 from autopar.sharding.reshard_insertion import InsertedReshard
@@ -29,6 +29,8 @@ class Emitted:
     draws: tuple[DrawnOp, ...] = ()
     # Small sums that are made before and after the graph.
     ends: HoistedSums = field(default_factory=HoistedSums)
+    # False if the forward sends nothing between its two ends.
+    sends: bool = True
     # Bytes that are summed together with the gradient of each parameter.
     sum_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -82,8 +84,13 @@ def with_ends(text: str, ends: HoistedSums) -> str:
     """Return the code of a generated graph between the sums before and after it."""
     first, last = ("".join(f"# {note}\n" for note in notes) for notes in ends.notes)
     if ends.before is not None:
-        text = f"# before the graph, whose last inputs are the sums of this:\n{first}{ends.before.code}{text}"
+        taken = ", ".join(f"early_{number}" for number in ends.taken)
+        read = f", which takes {taken}" if taken else ""
+        text = f"# before the graph{read}; early_0 and on are the sums of this:\n{first}{ends.before.code}{text}"
     if ends.late:
-        places = ", ".join(str(place) for each, _ in ends.late for place in each)
+        places = ", ".join(str(place) for one in ends.late for place in one.places)
         text += f"\n# after the graph, of its results {places}, waited for when somebody reads them:\n{last}"
+        for one in ends.late:
+            if one.divisor is not None:
+                text += f"# the sum of result {one.places[0]} is divided by early_{one.divisor}\n"
     return text

@@ -172,7 +172,7 @@ def _wrong_inputs(given: _Lowered) -> Iterator[str]:
     known = {tensor.node for tensor in given.graph.tensors.values()}
     traced = [name for name in _placeholders(given.graph.exported.graph_module.graph) if name in known]
     keys = ["key"] if emitted.draws else []
-    early = [f"early_{number}" for number in range(len(emitted.ends.early))]
+    early = [f"early_{number}" for number in emitted.ends.taken]
     found = _placeholders(emitted.graph_module.graph)
     if found != [*traced, *keys, *early]:
         yield f"the graph takes {found}, expected {[*traced, *keys, *early]}"
@@ -198,7 +198,7 @@ def _wrong_outputs(given: _Lowered) -> Iterator[str]:
     mutated = len(given.graph.exported.mutations)
     if given.emitted.results != given.reshard_plan.results[mutated:]:
         yield f"the results are {given.emitted.results}, expected {given.reshard_plan.results[mutated:]}"
-    late = [place for places, _ in given.emitted.ends.late for place in places]
+    late = [place for one in given.emitted.ends.late for place in one.places]
     if any(place >= len(flat) for place in late) or len(set(late)) < len(late):
         yield f"the sums after the graph are of the results {late}"
 
@@ -228,7 +228,7 @@ def _wrong_buckets(given: _Lowered) -> Iterator[str]:
 
 def _unknown_groups(given: _Lowered) -> Iterator[str]:
     ends = given.emitted.ends
-    after = [one for _, one in ends.late]
+    after = [one.conversion for one in ends.late]
     for name, reshards in (*((call.node.name, call.reshards) for call in given.calls), ("ends", (*ends.early, *after))):
         for one in reshards:
             ways = (one.forward, one.reshard.forward), (one.backward, one.reshard.backward)
@@ -268,7 +268,7 @@ def _reshards_unlike_plan(given: _Lowered) -> Iterator[str]:
         if one.ways
     )
     generated = Counter(one.reshard for call in given.calls for one in call.reshards)
-    generated.update(one.reshard for one in (*ends.early, *(one for _, one in ends.late)))
+    generated.update(one.reshard for one in (*ends.early, *(one.conversion for one in ends.late)))
     if ends.before is not None:
         # The graph before may share local reshards with the graph itself.
         moved = Counter(one.reshard for call in _calls(ends.before) for one in call.reshards)
@@ -278,7 +278,7 @@ def _reshards_unlike_plan(given: _Lowered) -> Iterator[str]:
         yield from (f"{reshard}: not planned, generated" for reshard in generated if reshard not in planned)
         return
     # A result that adds up several sums is sent as one.
-    joined = {one.reshard for _, one in ends.late}
+    joined = {one.conversion.reshard for one in ends.late}
     # Loops over micro-batches that read the same value each compute it.
     loops = sum(isinstance(call.module, MicroBatchLoop) for call in given.calls)
     halves = 2 if given.assignment.halves else 1

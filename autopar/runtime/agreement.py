@@ -21,7 +21,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.checksum import checksum, digest, kind_of
 from autopar.lowering.collectives.process_groups import group_over, limit_seconds_of
-from autopar.lowering.passes.hoist_small_sums import ROOM
+from autopar.lowering.hoisted_sums import ROOM
 from autopar.rules.torch_versions import all_gather_single
 from autopar.runtime.activity import Activity
 from autopar.runtime.compiled_call import outline

@@ -18,9 +18,9 @@ from autopar.errors import AutoparError, ModuleAttributeError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.emitted import Emitted, with_ends, with_notes
 from autopar.lowering.modules.late_tensor import LateTensor
+from autopar.runtime.begun_call import BegunCall
 from autopar.runtime.call_cache import CallCache, Disagreement
 from autopar.runtime.call_planner import FixedInputs, Planner
-from autopar.runtime.compiled_call import CallSignature, CompiledCall
 from autopar.runtime.compiler_order import keep_order_in_backward
 from autopar.runtime.hosts import HostAnswers, save_pretrained
 from autopar.runtime.input_rows import batch_shard, from_rows
@@ -155,23 +155,23 @@ class ParallelModule(ClosedModule, metaclass=ModelClass):
             return self._call(args, kwargs)
         check_not_captured()
         # The two ends of a call cannot be traced by torch.compile; the graph between them can.
-        plan, given, values = self._begin_untraced(args, kwargs)
-        outputs = self._run_exactly(plan, values) if self._plans.randomness.is_exact else plan.graph_module(*values)
-        return self._end_untraced(plan, given, outputs)
+        begun = self._begin_untraced(args, kwargs)
+        outputs = self._run_exactly(begun) if self._plans.randomness.is_exact else begun.run()
+        return self._end_untraced(begun, outputs)
 
     # If Dynamo gives up on `forward`, it compiles the functions that `forward` calls; on torch 2.11 with wrong results.
     @_untraced
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Any:
         """Run a call eagerly; the ranks compare it during the forward, before its first collective."""
         try:
-            plan, given, values = self._begin(args, kwargs, part)
-            outputs = plan.graph_module(*values)
+            begun = BegunCall.begin(self._plans, args, kwargs, part)
+            outputs = begun.run()
             self._plans.check()
         except Disagreement:
             # No rank has sent anything of this call, so all begin it again: one may trace it, or all raise one error.
-            plan, given, values = self._begin(args, kwargs, part, differ=True)
-            outputs = plan.graph_module(*values)
-        return self._end(plan, given, outputs)
+            begun = BegunCall.begin(self._plans, args, kwargs, part, differ=True)
+            outputs = begun.run()
+        return self._end(begun, outputs)
 
     def call_part(self, path: str, *args: Any, **kwargs: Any) -> Any:
         latest = self._plans.latest  # `graph`, `code` and the like are of calls of the whole model
@@ -180,48 +180,41 @@ class ParallelModule(ClosedModule, metaclass=ModelClass):
         finally:
             self._plans.latest = latest
 
-    def _begin(
-        self, args: Any, kwargs: dict[str, Any], part: str = "", differ: bool = False, compiled: bool = False
-    ) -> tuple[CompiledCall, CallSignature, list[Tensor]]:
-        plan, given = self._plans.find(args, kwargs, part, later=not differ, differ=differ)
-        values = plan.values(given, compiled)
-        if plan.emitted.draws:
-            values.append(self._plans.randomness.key(plan.emitted.draws))
-        values += plan.emitted.ends.first(values, self._plans)
-        return plan, given, values
-
-    def _end(self, plan: CompiledCall, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
+    def _end(self, begun: BegunCall, outputs: tuple[Any, ...]) -> Any:
         # A recomputed call counts twice, in all replicas alike. Reentrant checkpoints have gradients then alone.
-        if self._replicas is not None and given.grad_enabled:
+        if self._replicas is not None and begun.given.grad_enabled:
             assert self._plans.replica is not None, "it made the replicas"
-            self._replicas.count_rows(self._plans.replica.rows(plan.graph))
-        return plan.finish(given, plan.emitted.ends.last(outputs, self._plans))
+            self._replicas.count_rows(self._plans.replica.rows(begun.plan.graph))
+        return begun.end(self._plans, outputs)
 
     @_untraced
-    def _begin_untraced(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[CompiledCall, CallSignature, list[Tensor]]:
-        """Begin a call of a compiled graph: compare the ranks, wait for late tensors."""
+    def _begin_untraced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BegunCall:
+        """Begin a call of a compiled graph: wait for late tensors; compare the ranks, if the graph sends anything."""
         # The compiler orders collectives, so no point within the graph is surely before all of them.
         try:
-            begun = self._begin(args, kwargs, compiled=True)
-            LateTensor.arrive_all(begun[2])
-            self._plans.check()
+            begun = BegunCall.begin(self._plans, args, kwargs, compiled=True)
+            LateTensor.arrive_all(begun.values)
+            if begun.plan.emitted.sends:
+                self._plans.check()
         except Disagreement:
-            begun = self._begin(args, kwargs, differ=True, compiled=True)
-            LateTensor.arrive_all(begun[2])
+            begun = BegunCall.begin(self._plans, args, kwargs, differ=True, compiled=True)
+            LateTensor.arrive_all(begun.values)
         return begun
 
     @_untraced
-    def _run_exactly(self, plan: CompiledCall, values: list[Tensor]) -> tuple[Any, ...]:
+    def _run_exactly(self, begun: BegunCall) -> tuple[Any, ...]:
         """Run the graph uncompiled: a compiler may reorder ops that draw from the default generator."""
-        outputs: tuple[Any, ...] = plan.graph_module(*values)
-        return outputs
+        return begun.run()
 
     @_untraced
-    def _end_untraced(self, plan: CompiledCall, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
+    def _end_untraced(self, begun: BegunCall, outputs: tuple[Any, ...]) -> Any:
+        try:
+            self._plans.check()
+        except Disagreement:  # the graph has sent nothing
+            begun = BegunCall.begin(self._plans, begun.args, begun.kwargs, differ=True)
+            outputs = begun.run()
         keep_order_in_backward(outputs)
-        return self._end(plan, given, outputs)
+        return self._end(begun, outputs)
 
     def batch_shard(self, dim: str = "batch") -> tuple[int, int]:
         """Return which part of the batch this rank works on, and of how many: `(1, 4)` is the second of four.

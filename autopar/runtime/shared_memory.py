@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.lowering.passes.hoist_small_sums import ROOM
+from autopar.lowering.hoisted_sums import ROOM
 
 __all__ = ["SENT", "SharedExchange", "SharedMemory"]
 

@@ -56,15 +56,17 @@ class Classifier(nn.Module):
 
 
 HOW = {
-    # What is sent before the graph, and which results are sent after it.
-    "plain": (1, 1),
-    "scaled": (1, 1),
-    "two": (1, 2),
-    "twice": (1, 1),
-    "sum of two": (1, 1),
-    "count": (2, 1),
-    "squared": (1, 0),
-    "used again": (1, 0),
+    # How many sums are sent before the graph and after it, how many the graph takes, and how many results are divided
+    # after it.
+    "plain": (1, 1, 0, 1),
+    "scaled": (1, 1, 0, 1),
+    "two": (1, 2, 0, 1),
+    "twice": (1, 1, 0, 1),
+    "sum of two": (1, 1, 1, 0),
+    "count": (2, 1, 1, 1),
+    "squared": (1, 0, 1, 0),
+    "used again": (1, 0, 1, 0),
+    "no targets": (1, 1, 0, 1),
 }
 
 
@@ -75,6 +77,8 @@ def run(how: str, mesh: str) -> dict[str, Any]:
     parallel = autopar.parallelize(model, mesh, (x, targets), layout="batch -> dp; * -> none")
     for tensor in (x, targets):  # other numbers than those that it was traced with
         tensor.copy_(tensor.flip(0))
+    if how == "no targets":
+        targets.fill_(-100)
     alone, results = model(x, targets), parallel(x, targets)
     alone, results = [one if isinstance(one, tuple) else (one,) for one in (alone, results)]
     is_late = [type(one) is LateTensor for one in results]
@@ -87,13 +91,17 @@ def run(how: str, mesh: str) -> dict[str, Any]:
     pairs += [(p.grad.full_tensor(), q.grad) for p, q in zip(parallel.parameters(), model.parameters(), strict=True)]
     pairs += [(found.clone(), expected) for found, expected in zip(parallel.buffers(), model.buffers(), strict=True)]
     ends = parallel.emitted.ends
+    sent = len(ends.early), len(ends.late), len(ends.taken), sum(one.divisor is not None for one in ends.late)
     with torch.no_grad():
         calm = parallel(x, targets)
     return {
-        "sent": (len(ends.early), len(ends.late)),
+        "sent": sent,
         "is late": is_late,
         "still": still,
-        "error": max(number((a - b).abs().max()) for a, b in pairs),
+        "error": max(
+            number((a - b).abs().nan_to_num(0.0 if a.isnan().equal(b.isnan()) else 9.0).max()) for a, b in pairs
+        ),
+        "is nan": bool(pairs[0][0].isnan()),
         "without gradients": [type(one) is LateTensor for one in (calm if isinstance(calm, tuple) else (calm,))],
         "code": parallel.code,
     }
@@ -121,9 +129,10 @@ def by_collectives(mesh: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(("mesh", "ranks"), [("dp=2", 2), pytest.param("dp=2,tp=2", 4, marks=pytest.mark.slow)])
 def test_sums_at_the_ends_of_a_call(way: Any, mesh: str, ranks: int) -> None:
     for found in launch(way, mesh, ranks=ranks, seconds=200):
-        for how, (early, late) in HOW.items():
-            one = found[how]
-            assert one["sent"] == (early, late), how
+        for how, sent in HOW.items():
+            one, late = found[how], sent[1]
+            assert one["sent"] == sent, how
+            assert one["is nan"] == (how == "no targets"), "the loss of no target is no number"
             assert one["error"] < 1e-12, how
             assert sum(one["is late"]) == late + (how in ("count", "twice")), how
             assert one["still"] == one["is late"], f"{how}: a backward does not look"
@@ -161,6 +170,32 @@ def compiled_around() -> list[float]:
 def test_in_functions_that_are_compiled() -> None:
     for found in launch(compiled_around, ranks=2, seconds=300):
         assert max(map(number, map(abs, found))) < 1e-12
+
+
+def compiled_apart() -> list[Any]:
+    """A compiled graph that sends nothing runs before the ranks are compared: they differ in a batch, then in sizes."""
+    torch.manual_seed(0)
+    model, x, targets = Classifier("plain").double(), torch.randn(8, 8).double(), torch.arange(8) % 5
+    parallel = autopar.parallelize(model, "dp=2", (x, targets), layout="batch -> dp; * -> none")
+    compiled: Any = torch.compile(parallel, backend="aot_eager")
+    expected, found = model(x, targets), []
+    other = dist.get_rank() == 1
+    for given in ((x, targets), (x, targets.flip(0)), (x, targets), (x[:4], targets[:4]), (x, targets)):
+        try:
+            loss = compiled(*(given if other else (x, targets)))
+            loss.backward()
+            found.append(float((loss.detach() - expected).abs()))
+        except AutoparError as error:
+            found.append(str(error))
+    return [parallel.emitted.sends, *found]
+
+
+def test_compiled_graphs_of_ranks_that_differ() -> None:
+    for sends, *found in launch(compiled_apart, ranks=2, seconds=300):
+        assert not sends
+        assert max(number(error) for error in found[::2]) < 1e-12
+        assert "targets differs between rank 0 and rank 1" in found[1]
+        assert "the ranks differ in shape of" in found[3]
 
 
 def out_of_step() -> list[str]:

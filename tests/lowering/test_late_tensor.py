@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.lowering.hoisted_sums import wrapped
 from autopar.lowering.modules.late_tensor import LateTensor
-from autopar.lowering.passes.hoist_small_sums import wrapped
 
 
 class Tripled(torch.autograd.Function):

@@ -2,188 +2,46 @@
 
 The number of targets in a batch depends on the inputs alone. It is sent before the graph, with the numbers by which
 ranks compare their calls. A loss is a result of the graph; the caller waits for the other ranks' parts when it reads
-the value, which a backward does not. So a forward waits for nothing if it has no other collective, and `torch.compile`
-meets no collective.
+the value, which a backward does not. A loss is divided by the number of targets after the graph, too: the forward waits
+for no number. So a forward waits for nothing if it has no other collective, and `torch.compile` meets no collective.
 
 Input::
 
     count = all_reduce(sum(targets >= 0))
     loss = all_reduce(div(nll, count))
+    other = mul(x, count)
 Output::
 
     def graph(x, targets, early_0):
-        return div(nll, early_0)    # summed after the graph
+        return nll, mul(x, early_0)     # nll is summed after the graph, and divided by early_0
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.lowering.collectives.local_reshard import LocalReshard, convert, restored, send
-from autopar.lowering.modules.late_tensor import LateTensor
-from autopar.lowering.passes.join_small_sums import joined, small_sum
+from autopar.ir.values import NamedTensor
+from autopar.lowering.collectives.local_reshard import LocalReshard
+from autopar.lowering.hoisted_sums import ROOM, HoistedSums, LateResult
+from autopar.lowering.passes.join_small_sums import small_sum
+from autopar.lowering.passes.pipeline_parts import VALUE
 from autopar.lowering.passes.recompute_regions import REGION
+from autopar.sharding.reshard.reshard import StepKind
 
-__all__ = ["ROOM", "HoistedSums", "NumberExchange", "move_to_ends", "wrapped"]
+__all__ = ["move_to_ends"]
 
 # Most ops of the graph before the graph: shifting, flattening, comparing and counting targets takes ten.
 MOST_NODES = 64
-# Numbers that fit in a comparison of the ranks: so many sums of a call are sent with it.
-ROOM = 7
 _ATEN = torch.ops.aten
 _BY_NUMBERS = (_ATEN.neg.default, _ATEN.div.Scalar, _ATEN.mul.Scalar)
-Rows = Sequence[Sequence[int | float]]
-
-
-class NumberExchange(Protocol):
-    """Exchange of a few numbers between the ranks of a mesh."""
-
-    @property
-    def is_cheap(self) -> bool:
-        """True where no device waits for it; else collectives are cheaper."""
-        ...
-
-    def exchange(self, numbers: Sequence[int | float], last: bool) -> Callable[[str], Rows]:
-        """Begin to send some numbers, after the graph or before it.
-
-        Return a function that waits for the numbers of a group's members, a row for each.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class HoistedSums:
-    """Sums before and after a graph; the sums before are its last inputs."""
-
-    # Graph from some of the inputs to this rank's parts of the sums that are sent before.
-    before: GraphModule | None = None
-    # Places of these inputs among all inputs of the graph.
-    places: tuple[int, ...] = ()
-    early: tuple[LocalReshard, ...] = ()
-    # Which results of the graph are this rank's parts of sums; one tensor may be several results.
-    late: tuple[tuple[tuple[int, ...], LocalReshard], ...] = ()
-    # Sums that are sent before, and after.
-    notes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-
-    @property
-    def outline(self) -> str:
-        """Return the values that all ranks must share for their exchanges to match."""
-        early = [(one.result_shape, one.reshard.forward) for one in self.early]
-        return f"{early} {[(places, one.result_shape, one.reshard.forward) for places, one in self.late]}"
-
-    def first(self, values: Sequence[Any], exchanges: NumberExchange) -> list[Tensor]:
-        """Return the sums before the graph, which may be pending."""
-        if self.before is None:
-            return []
-        with torch.no_grad():
-            # `forward` and not a call, which would look for hooks: once a step, with cold caches, that takes time.
-            parts = self.before.forward(*[values[place] for place in self.places])
-            return _begin(self.early, parts, exchanges, last=False)
-
-    def last(self, outputs: tuple[Any, ...], exchanges: NumberExchange) -> tuple[Any, ...]:
-        """Return the results with the sums after the graph, which may be pending."""
-        if not self.late:
-            return outputs
-        found = list(outputs)
-        conversions = tuple(one for _, one in self.late)
-        parts = [outputs[places[0]] for places, _ in self.late]
-        sums = _Sums.apply(conversions, exchanges, *parts)  # type: ignore[no-untyped-call]
-        for (places, _), value in zip(self.late, sums, strict=True):
-            for place in places:
-                found[place] = value
-        if not any(part.requires_grad for part in parts):  # no backward will come before somebody looks
-            LateTensor.arrive_all(sums)
-        return tuple(found)
-
-
-class _Sums(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, conversions: tuple[LocalReshard, ...], exchanges: NumberExchange, *parts: Tensor
-    ) -> tuple[Tensor, ...]:
-        found = _begin(conversions, parts, exchanges, last=True)
-        ctx.conversions = conversions
-        whole = [not (part.is_floating_point() or part.is_complex()) for part in parts]
-        ctx.mark_non_differentiable(*(x for x, is_whole in zip(found, whole, strict=True) if is_whole))
-        ctx.set_materialize_grads(False)
-        return tuple(found)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return (None, None, *gradients)
-        # For gradients of gradients: each is summed like the sums themselves.
-        pairs = zip(gradients, ctx.conversions, strict=True)
-        return (None, None, *(None if x is None else convert(x, one, backward=True) for x, one in pairs))
-
-
-def _begin(
-    conversions: Sequence[LocalReshard], parts: Sequence[Tensor], exchanges: NumberExchange, last: bool
-) -> list[Tensor]:
-    """Return the pending sums of parts."""
-    if not exchanges.is_cheap:
-        return _collectives(conversions, parts)
-    numbers: list[int | float] = []
-    pieces = []
-    for x in parts:
-        begin = len(numbers)
-        numbers += (torch.view_as_real(x.detach()) if x.is_complex() else x.detach()).reshape(-1).tolist()
-        pieces.append(slice(begin, len(numbers)))
-    sent = exchanges.exchange(numbers, last)
-    return [
-        LateTensor.of(x, partial(_received, sent, one.forward[0].group, piece, x.dtype, one.result_shape))
-        for x, one, piece in zip(parts, conversions, pieces, strict=True)
-    ]
-
-
-def wrapped(number: complex) -> complex:
-    """Return a sum of integers wrapped around like sums of tensors."""
-    return (number + 2**63) % 2**64 - 2**63 if isinstance(number, int) else number
-
-
-def _collectives(conversions: Sequence[LocalReshard], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sums by collectives, one for each group."""
-    found: list[Tensor] = list(parts)
-    groups: dict[str, list[int]] = {}
-    for place, one in enumerate(conversions):
-        groups.setdefault(one.forward[0].group, []).append(place)
-    for places in groups.values():
-        total, begin = send(conversions[places[0]].forward[0], joined([parts[place] for place in places])), 0
-        for place in places:
-            end = begin + parts[place].numel()
-            found[place] = LateTensor.of(parts[place], partial(_piece, total, slice(begin, end), parts[place].dtype))
-            begin = end
-    return found
-
-
-def _piece(total: Tensor, piece: slice, dtype: torch.dtype) -> Tensor:
-    return restored(torch.ops._c10d_functional.wait_tensor(total)[piece], dtype)
-
-
-def _received(
-    sent: Callable[[str], Rows], group: str, piece: slice, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Tensor | complex:
-    columns = list(zip(*sent(group), strict=True))[piece]
-    if dtype.is_complex:
-        columns = [tuple(map(complex, *pair)) for pair in zip(columns[::2], columns[1::2], strict=True)]
-    sums = [wrapped(sum(column)) for column in columns]
-    if not shape and dtype is torch.int64:
-        return sums[0]
-    if not dtype.is_floating_point and not dtype.is_complex:  # a sum may not fit: it runs over
-        return torch.tensor(sums, dtype=torch.int64).to(dtype).reshape(shape)
-    return torch.tensor(sums, dtype=dtype).reshape(shape) if shape else sums[0]
-
-
-# -- which sums those are ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -195,19 +53,25 @@ class _FoundSums:
     early: list[Node]
     # Map each result to the sums of which it is a linear function, which is applied to the parts instead.
     late: dict[Node, list[Node]]
+    # Map results to the division by an early sum that is made after the graph.
+    divisions: dict[Node, Node]
 
 
-def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[str]) -> HoistedSums:
+def move_to_ends(
+    graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[str], tensors: Mapping[str, NamedTensor]
+) -> HoistedSums:
     """Take the sums out of a graph that can be made before and after it, in place.
 
     `inputs`: the placeholders that are inputs without a gradient.
     """
-    found = _find(graph, modules, frozenset(inputs))
+    found = _find(graph, modules, frozenset(inputs), tensors)
     (output,) = graph.find_nodes(op="output")
-    late = [
-        (tuple(place for place, value in enumerate(output.args[0]) if value is node), _reshard_of(sums[0], modules))
-        for node, sums in found.late.items()
-    ]
+    late = []
+    for node, sums in found.late.items():
+        places = tuple(place for place, value in enumerate(output.args[0]) if value is node)
+        by = _early_divisor(found.divisions.get(node), found)
+        divisor = None if by is None else found.early.index(by)
+        late.append(LateResult(places, _reshard_of(sums[0], modules), divisor))
     sums = [one for each in found.late.values() for one in each]
     notes = tuple(
         tuple(note for node in nodes for note in modules[str(node.target)].notes)  # type: ignore[union-attr]
@@ -215,14 +79,18 @@ def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[s
     )
     early = tuple(_reshard_of(node, modules) for node in found.early)
     before, used = _graph_before(graph, modules, found.early) if early else (None, ())
-    *_, last = graph.find_nodes(op="placeholder")
+    for division in found.divisions.values():
+        _replace(division, division.args[0], modules)
+    taken, (*_, last) = [], graph.find_nodes(op="placeholder")
     for number, node in enumerate(found.early):
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"early_{number}")
-        _replace(node, last, modules)
+        if node in graph.nodes:  # else only divisions read it
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"early_{number}")
+            _replace(node, last, modules)
+            taken.append(number)
     for node in sums:
         _replace(node, node.args[0], modules)
-    return HoistedSums(before, used, early, tuple(late), notes)  # type: ignore[arg-type]
+    return HoistedSums(before, used, early, tuple(taken), tuple(late), notes)  # type: ignore[arg-type]
 
 
 def _replace(node: Node, other: Any, modules: dict[str, nn.Module]) -> None:
@@ -239,8 +107,10 @@ def _replace(node: Node, other: Any, modules: dict[str, nn.Module]) -> None:
         one.graph.erase_node(one)
 
 
-def _find(graph: Graph, modules: Mapping[str, nn.Module], inputs: frozenset[str]) -> _FoundSums:
-    found = _FoundSums(set(), set(), [], {})
+def _find(
+    graph: Graph, modules: Mapping[str, nn.Module], inputs: frozenset[str], tensors: Mapping[str, NamedTensor]
+) -> _FoundSums:
+    found = _FoundSums(set(), set(), [], {}, {})
     room = ROOM
     for node in graph.nodes:
         operands = node.all_input_nodes
@@ -269,7 +139,34 @@ def _find(graph: Graph, modules: Mapping[str, nn.Module], inputs: frozenset[str]
             if numbers <= room:
                 room -= numbers
                 found.late[result] = sums
+                division = _late_division(result, found, tensors)
+                if division is not None:
+                    found.divisions[result] = division
     return found
+
+
+def _late_division(result: Node, found: _FoundSums, tensors: Mapping[str, NamedTensor]) -> Node | None:
+    """Return the division by an early sum among the factors of a late result that can be made after the graph.
+
+    It must keep the dtype; in float16, sums that are not divided yet may be too large.
+    """
+    node = result
+    while node.op == "call_function" and node.target not in (_ATEN.add.Tensor, _ATEN.sub.Tensor):
+        if _early_divisor(node, found) is not None:
+            names = [one.meta.get(VALUE) for one in (node, node.args[0]) if isinstance(one, Node)]
+            kinds = [None if name is None else tensors[name].dtype for name in names]
+            return node if kinds[0] is not None and kinds == [kinds[0]] * 2 and kinds[0] is not torch.float16 else None
+        factors = [one for one in node.args if isinstance(one, Node) and not _is_constant(one, found)]
+        node = factors[0]
+    return None
+
+
+def _early_divisor(node: Node | None, found: _FoundSums) -> Node | None:
+    """Return the early sum that a node divides by, also by a copy in another dtype; None for other nodes."""
+    by = node.args[1] if node is not None and node.target is _ATEN.div.Tensor else None
+    if isinstance(by, Node) and by.target is _ATEN._to_copy.default and set(by.kwargs) == {"dtype"}:
+        by = by.args[0]
+    return by if isinstance(by, Node) and by in found.early else None
 
 
 def _linear(node: Node, found: _FoundSums, modules: Mapping[str, nn.Module]) -> list[Node]:
@@ -330,6 +227,21 @@ def _made_for(nodes: Sequence[Node]) -> set[Node]:
     return found
 
 
+def _piece_of(node: Node, modules: Mapping[str, nn.Module]) -> tuple[int, int, int] | None:
+    """Return the dim, begin and end of the slice that a reshard takes; None for other nodes.
+
+    As an op it makes no copy: nothing keeps the slice.
+    """
+    module = modules[str(node.target)] if node.op == "call_module" else None
+    conversion = getattr(module, "conversion", None)
+    if not isinstance(conversion, LocalReshard) or [move.kind for move in conversion.forward] != [StepKind.SLICE]:
+        return None
+    (move,) = conversion.forward
+    if (move.before, move.after) != (conversion.shape, conversion.result_shape):
+        return None
+    return move.atom, move.start, move.start + move.after[move.atom]
+
+
 def _graph_before(
     graph: Graph, modules: Mapping[str, nn.Module], sums: Sequence[Node]
 ) -> tuple[GraphModule, tuple[int, ...]]:
@@ -341,7 +253,11 @@ def _graph_before(
     inputs = graph.find_nodes(op="placeholder")
     for node in graph.nodes:
         if node in wanted or (node in read and node.op == "placeholder"):
-            copies[node] = before.node_copy(node, copies.__getitem__)
+            piece = _piece_of(node, modules)
+            if piece is None:
+                copies[node] = before.node_copy(node, copies.__getitem__)
+            else:
+                copies[node] = before.call_function(_ATEN.slice.Tensor, (copies[node.all_input_nodes[0]], *piece))
     before.output(tuple(copies[part] for part in parts))
-    used = {str(node.target): modules[str(node.target)] for node in wanted if node.op == "call_module"}
+    used = {str(node.target): modules[str(node.target)] for node in before.find_nodes(op="call_module")}
     return GraphModule(used, before), tuple(place for place, node in enumerate(inputs) if node in copies)

@@ -36,13 +36,14 @@ class RankCheck(nn.Module):
             self.gate.check()
 
 
-def put_gate(graph: Graph, modules: dict[str, nn.Module], gate: CallGate) -> None:
-    """Insert the comparison before the first collective."""
+def put_gate(graph: Graph, modules: dict[str, nn.Module], gate: CallGate | None) -> bool:
+    """Insert the comparison before the first collective; return whether the forward may send anything."""
     first = next((node for node in graph.nodes if _may_send(node, modules)), None)
-    if first is not None:
+    if first is not None and gate is not None:
         modules["gate"] = RankCheck(gate)
         with graph.inserting_before(first):
             graph.call_module("gate")
+    return first is not None
 
 
 def _may_send(node: Node, modules: Mapping[str, nn.Module]) -> bool:
