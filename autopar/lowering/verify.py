@@ -24,6 +24,7 @@ from autopar.lowering.modules.micro_loop import MicroBatchLoop
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.modules.selective_recompute import SelectiveRecompute
 from autopar.lowering.modules.shard_ops import LoweredOpModule, ReshardModule
+from autopar.lowering.passes.hoist_small_sums import SLICED
 from autopar.lowering.passes.join_small_sums import JoinedSums
 from autopar.lowering.verify_shapes import wrong_shapes
 from autopar.sharding.assignment import Assignment
@@ -272,6 +273,7 @@ def _reshards_unlike_plan(given: _Lowered) -> Iterator[str]:
     if ends.before is not None:
         # The graph before may share local reshards with the graph itself.
         moved = Counter(one.reshard for call in _calls(ends.before) for one in call.reshards)
+        moved.update(node.meta[SLICED] for node in ends.before.graph.nodes if SLICED in node.meta)
         generated.update({reshard: count for reshard, count in moved.items() if generated[reshard] < planned[reshard]})
     if given.assignment.pipelining is not None:
         # A stage has the reshards of its parts; one that follows from inputs alone stands in several parts.

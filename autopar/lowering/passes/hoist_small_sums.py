@@ -36,10 +36,12 @@ from autopar.lowering.passes.pipeline_parts import VALUE
 from autopar.lowering.passes.recompute_regions import REGION
 from autopar.sharding.reshard.reshard import StepKind
 
-__all__ = ["move_to_ends"]
+__all__ = ["SLICED", "move_to_ends"]
 
 # Most ops of the graph before the graph: shifting, flattening, comparing and counting targets takes ten.
 MOST_NODES = 64
+# Key of the reshard that a slice before the graph stands for.
+SLICED = "sliced"
 _ATEN = torch.ops.aten
 _BY_NUMBERS = (_ATEN.neg.default, _ATEN.div.Scalar, _ATEN.mul.Scalar)
 
@@ -257,7 +259,9 @@ def _graph_before(
             if piece is None:
                 copies[node] = before.node_copy(node, copies.__getitem__)
             else:
-                copies[node] = before.call_function(_ATEN.slice.Tensor, (copies[node.all_input_nodes[0]], *piece))
+                made = before.call_function(_ATEN.slice.Tensor, (copies[node.all_input_nodes[0]], *piece))
+                made.meta[SLICED] = _reshard_of(node, modules).reshard
+                copies[node] = made
     before.output(tuple(copies[part] for part in parts))
     used = {str(node.target): modules[str(node.target)] for node in before.find_nodes(op="call_module")}
     return GraphModule(used, before), tuple(place for place, node in enumerate(inputs) if node in copies)
